@@ -56,6 +56,7 @@ PYTHON_ROOMS = (
     "device",
     "seeding",
     "topology",
+    "torch_private",
     "schedule",
     "trace",
     "sharding",

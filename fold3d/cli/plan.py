@@ -128,21 +128,23 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
     """
     from fold3d.plan.search import decide
     from fold3d.plan.space.mesh import search_meshes
+    from fold3d.trace.shadow import shared_shadows
 
     fixed = options.tp is not None and options.pp is not None
     if fixed:
         _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    layers = _Layers(options)
-    if fixed:
-        job = layers.job(_mesh(options))
-        return job, decide(job, constraints, lambda: True), layers.whole
-    tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
-    print(_mesh_table(tried))
-    if tried[0].proposal is None:
-        raise ConfigError(
-            f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
-        )
-    return layers.job(tried[0].mesh), tried[0].proposal, layers.whole
+    with shared_shadows():  # of the model, which is the same for all meshes
+        layers = _Layers(options)
+        if fixed:
+            job = layers.job(_mesh(options))
+            return job, decide(job, constraints, lambda: True), layers.whole
+        tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
+        print(_mesh_table(tried))
+        if tried[0].proposal is None:
+            raise ConfigError(
+                f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
+            )
+        return layers.job(tried[0].mesh), tried[0].proposal, layers.whole
 
 
 def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:

@@ -254,7 +254,12 @@ class DpSync:
                 bucket.veil(taken=True)
 
     def abandon(self) -> None:
-        """Drops the gradients of a step that will not be taken, such as one with infinite gradients."""
+        """Drops the gradients of a step that will not be taken, such as one with infinite gradients, or one that has
+        failed where nobody else runs it."""
+        if self._states.state is State.ACCUMULATING:
+            for chunk in {bucket.spec.chunk for bucket in self.buckets}:
+                self.chunk_done(chunk)
+            self.end()  # what was added to the buckets goes the way of all gradients
         self._states.on(Event.DROP)
         if self._late is not None:
             self._late.turn()  # those of the step before stay

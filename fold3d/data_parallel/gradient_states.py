@@ -50,6 +50,7 @@ _ALLOWED: Mapping[tuple[State, Event], State] = MappingProxyType(
         (State.SUMMING, Event.LEAVE): State.LEFT,
         (State.SUMMING, Event.TAKE): State.IDLE,
         (State.SHOWN, Event.TAKE): State.LEFT,
+        (State.ACCUMULATING, Event.DROP): State.IDLE,
         (State.SUMMING, Event.DROP): State.IDLE,
         (State.SHOWN, Event.DROP): State.IDLE,
         (State.IDLE, Event.REST): State.RESTING,

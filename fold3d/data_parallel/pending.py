@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
+from fold3d.torch_private import in_backward
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -51,7 +52,7 @@ class PendingGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PendingGradient))
-        if func in _ADD and torch._C._current_graph_task_id() >= 0:
+        if func in _ADD and in_backward():
             return first  # a backward pass that adds to it; the hook behind it (Reducer) says what is wrong with that
         if func is torch.ops.aten.detach.default:
             return first

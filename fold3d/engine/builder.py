@@ -41,11 +41,7 @@ from fold3d.stage.offload import keeper, offload_options
 from fold3d.stage.rank_model import RankModel
 from fold3d.stage.sharded_chunk import BorderParts, ShardedChunk
 from fold3d.stage.sub_pipeline import SubPipeline
-from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptSums
 from fold3d.tensor_parallel.overlap_trial import OverlapTrial
-from fold3d.tensor_parallel.turning_ops import TurningOps
-from fold3d.tensor_parallel.turns import Turns
 from fold3d.topology import Topology
 from fold3d.trace.wrappers import whole_shape
 
@@ -105,13 +101,9 @@ def _connect(
         progress.life.end_with(shards)
         undo.callback(shards.close)
         undo.callback(progress.life.forget, shards)
-    group = TensorParallelGroup(shards)
     way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
     overlap = OverlapTrial(way, partial(_slowest, world), model.overlap_limit)
-    turning = TurningOps(group, Turns(), lambda: overlap.fuses)
-    sums = KeptSums(turning, turning.turns)
-    if topology.tp > 1:
-        cut.connect(sums)
+    cut.group.connect(shards, lambda: overlap.fuses)
     _share_weights(cut, groups)
     if topology.dp > 1:
         rings: _C.BucketSync | NoReplicas = connect_replicas(
@@ -126,8 +118,10 @@ def _connect(
     sync = _gradient_sync(model, supervisor, topology, groups, rings, clock)
     sharded = None
     if topology.tp > 1:
-        reads = ShardReads(cut.model, cut.parameters)
-        sharded = partial(_sharded, model, _border_parts(model, sums), turning, sums, reads, overlap)
+        assert cut.trace is not None, "what has shards was recorded"
+        summed = [name for name in cut.parameters if len(cut.placement.summed_over(name, topology.tp_rank).tp) > 1]
+        reads = ShardReads(cut.model, cut.parameters, cut.trace.blocks, summed)
+        sharded = partial(_sharded, model, _border_parts(model), reads, overlap)
     peaks = None if model.planned is None else model.planned[1].peaks
     offload = offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool)
     divides = config.micro_batch_size is not None
@@ -262,23 +256,21 @@ def _chunks(
 def _sharded(
     model: CutModel,
     parts: BorderParts | None,
-    turning: TurningOps,
-    sums: KeptSums,
     reads: ShardReads,
     overlap: OverlapTrial,
     chunk: int,
 ) -> ShardedChunk:
     cut = model.cut
-    sub = SubPipeline(chunk, cut.model, cut.apart, turning, shares_sequence=bool(cut.parts.plan.sequence))
-    return ShardedChunk(chunk, parts, sub, sums, reads, lambda: overlap.in_halves)
+    sub = SubPipeline(chunk, cut.model, cut.apart, cut.group, shares_sequence=bool(cut.parts.plan.sequence))
+    return ShardedChunk(chunk, parts, sub, cut.group.kept, reads, lambda: overlap.in_halves)
 
 
-def _border_parts(model: CutModel, sums: KeptSums) -> BorderParts | None:
+def _border_parts(model: CutModel) -> BorderParts | None:
     cut = model.cut
     if model.strategy.num_chunks == 1 or cut.trace is None:
         return None
     widths = {size for parameter in cut.model.parameters() for size in whole_shape(parameter)}
-    return BorderParts(cut.trace, cut.ranges, widths, sums, cut.parts.plan.sequence)
+    return BorderParts(cut.trace, cut.ranges, widths, cut.group, cut.parts.plan.sequence)
 
 
 def _slowest(world: WorldGroup, times: Tensor) -> None:

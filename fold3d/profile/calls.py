@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,14 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
-from fold3d.trace.arguments import Arguments
-from fold3d.trace.caches import apart_from_caches
-from fold3d.trace.capture import fake_copy
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
-from fold3d.trace.without_values import WithoutValues
+from fold3d.trace.shadow import shadow_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +54,15 @@ def record_calls(
             another one are those of the one that ran. None: all run.
     Raises: whatever the forward raises on tensors without values.
     """
-    mode = WithoutValues()
-    shadow = fake_copy(model, mode).train()
-    for module in shadow.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
     calls: dict[str, ModuleCall] = {}
     wanted = list(dict.fromkeys(names))
-    twins = None if trace is None else Twins(shadow, trace, micro_batch)
-    for name in wanted:
-        shadow.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
-    with mode:
-        kwargs = tree_map_only(Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), dict(micro_batch))
-    mode.known.give(kwargs, micro_batch)
-    called = micro_batch.called(shadow) if isinstance(micro_batch, Arguments) else shadow
-    if "use_cache" in inspect.signature(called.forward).parameters:
-        kwargs.setdefault("use_cache", False)
-    with apart_from_caches(shadow), mode, torch.no_grad(), autocast():
-        called(**kwargs)
+    with shadow_of(model) as shadow:
+        twins = None if trace is None else Twins(shadow.model, trace, micro_batch)
+        for name in wanted:
+            shadow.model.get_submodule(name).register_forward_hook(_keep(calls, name), with_kwargs=True)
+        arguments = shadow.arguments(micro_batch)
+        with shadow.running(), torch.no_grad(), autocast():
+            shadow.call(arguments)
     if trace is not None and twins is not None:
         instead = {trace.blocks[block]: trace.blocks[twin] for block, twin in twins.of.items()}
         for name in wanted:

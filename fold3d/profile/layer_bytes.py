@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.profile.shadow import TrainingShadow, has_memory
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.torch_private import storage_key
 from fold3d.trace import Trace
-from fold3d.trace.capture import without_values
 from fold3d.trace.repeated import Twins
+from fold3d.trace.shadow import one_sequence_a_row, shadow_of, without_values
+
+
+def has_memory(value: object) -> bool:
+    """Whether it is a tensor with memory of its own; how large a sparse one is, only its values say."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution")
 """What sums over a dimension: of two parts it makes a sum over the ranks, which is whole."""
@@ -49,7 +55,7 @@ class ShardedTensors:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shard = None if sharding is None else sharding.shard_of(name)
             if shard is not None and all(shard.length(rank) < shard.size for rank in range(shard.ranks)):
-                self._weights[_key(parameter)] = shard.dim
+                self._weights[storage_key(parameter)] = shard.dim
 
     def bytes_of(self, name: str, operands: Sequence[Tensor], key: int, size: int, in_block: bool) -> int:
         """Returns how many bytes of a new storage a rank has.
@@ -62,7 +68,7 @@ class ShardedTensors:
         """
         if self._tp == 1:
             return size
-        keys = {_key(tensor) for tensor in operands}
+        keys = {storage_key(tensor) for tensor in operands}
         weights = keys & self._weights.keys()
         if weights and weights == keys:  # of another dtype, say
             self._weights[key] = self._weights[next(iter(weights))]
@@ -82,15 +88,10 @@ class ShardedTensors:
         """Returns the storages that ranks gather for this operation, where they share the sequence; and their bytes."""
         if not self._shares_sequence or name not in _PRODUCTS:
             return []
-        if not self._weights.keys() & {_key(tensor) for tensor in operands}:
+        if not self._weights.keys() & {storage_key(tensor) for tensor in operands}:
             return []
-        others = [tensor for tensor in operands if _key(tensor) not in self._weights]
-        return [(_key(t), t.untyped_storage().nbytes()) for t in others if _key(t) not in self._parts]
-
-
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+        others = [tensor for tensor in operands if storage_key(tensor) not in self._weights]
+        return [(storage_key(t), t.untyped_storage().nbytes()) for t in others if storage_key(t) not in self._parts]
 
 
 def layer_bytes(
@@ -117,25 +118,24 @@ def layer_bytes(
         sharding: how a tensor-parallel group has shared its weights out: what a rank of it needs; None: there is none.
     Raises: whatever the forward raises on tensors without values.
     """
-    shadow = TrainingShadow(model, micro_batch, device)
-    for parameter in shadow.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = without_values(parameter, shadow.mode, parameter.device)
-    prepare(shadow.model)
-    twins = Twins(shadow.model, trace, micro_batch)
-    counted = _Counted(len(trace.blocks) + 2, ShardedTensors(shadow.model, sharding))
-    with ExitStack() as stack:
+    with shadow_of(model, device) as shadow:
+        arguments = shadow.arguments(micro_batch)
+        for parameter in shadow.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = without_values(parameter, shadow.mode, parameter.device)
+        prepare(shadow.model)
+        twins = Twins(shadow.model, trace, micro_batch)
+        counted = _Counted(len(trace.blocks) + 2, ShardedTensors(shadow.model, sharding))
         for block in trace.modules:
             module = shadow.model.get_submodule(block)
-            stack.callback(module.register_forward_pre_hook(counted.before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(counted.after).remove)
-        stack.enter_context(shadow.training())
-        stack.enter_context(counted)
-        with torch.enable_grad(), autocast():
-            roots = _roots(shadow.call())
-        counted.turn()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            module.register_forward_pre_hook(counted.before, with_kwargs=True)
+            module.register_forward_hook(counted.after)
+        with one_sequence_a_row(), shadow.running(checkpoints=True), counted:
+            with torch.enable_grad(), autocast():
+                roots = _roots(shadow.call(arguments))
+            counted.turn()
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return counted.result(twins.of)
 
 
@@ -169,11 +169,11 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._whole(key, size)
         for leaf in filter(has_memory, tree_leaves(result)):
             storage = leaf.untyped_storage()
-            key = storage._cdata
+            key = storage_key(leaf)
             if key in self._sizes:
                 continue
             if given is None:
-                given = {tensor.untyped_storage()._cdata for tensor in tensors}
+                given = set(map(storage_key, tensors))
             if key in given:  # changed in place, or a view, of what was there before
                 continue
             in_block = 0 < self._layer < len(self._start) - 1
@@ -219,7 +219,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Backward comes to the layer with the gradient of what it hands on."""
         for leaf in tree_leaves(handed_on):
             if has_memory(leaf):
-                self._outputs[layer].add(leaf.untyped_storage()._cdata)
+                self._outputs[layer].add(storage_key(leaf))
                 if leaf.requires_grad:
                     leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from fold3d import _C
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.profile.inside import compute_again, modules_of
-from fold3d.profile.layer_bytes import ShardedTensors
-from fold3d.profile.shadow import TrainingShadow, has_memory
+from fold3d.profile.layer_bytes import ShardedTensors, has_memory
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
+from fold3d.torch_private import storage_key
 from fold3d.trace import Trace
 from fold3d.trace.module_results import Crossings, Value
+from fold3d.trace.shadow import one_sequence_a_row, shadow_of
 
 _LEAST_BYTES = _C.least_stash_bytes()
 
@@ -64,27 +65,23 @@ def stashes_of(
     Raises: whatever the forward raises on tensors without values; ConfigError when `recompute` is said of another
         number of chunks.
     """
-    shadow = TrainingShadow(model, micro_batch, device)
-    _prepare(shadow.model, trace, ranges, pp, recompute)
     without_graph = recompute.without_graph(len(ranges))
-    staying = {*_memories([*shadow.model.parameters(), *shadow.model.buffers()]), *_memories(tree_leaves(shadow.batch))}
-    followed = None if sharding is None else _Followed(ShardedTensors(shadow.model, sharding))
-    saved = _Saved(len(ranges), staying, followed)
     results = _Results(trace.crossings, 1 if sharding is None else sharding.tp)
-    with ExitStack() as stack:
+    with shadow_of(model, device) as shadow:
+        arguments, own = shadow.arguments(micro_batch), [*shadow.model.parameters(), *shadow.model.buffers()]
+        _prepare(shadow.model, trace, ranges, pp, recompute)
+        followed = None if sharding is None else _Followed(ShardedTensors(shadow.model, sharding))
+        saved = _Saved(len(ranges), {*_memories(own), *_memories(tree_leaves(dict(arguments)))}, followed)
         for name in results.modules:
-            stack.callback(shadow.model.get_submodule(name).register_forward_hook(results.of(name)).remove)
+            shadow.model.get_submodule(name).register_forward_hook(results.of(name))
         passed = _Passed(saved, ranges)
         for block in trace.modules:
-            module = shadow.model.get_submodule(block)
-            stack.callback(module.register_forward_hook(passed.ends).remove)
-        stack.enter_context(shadow.training())
-        if followed is not None:
-            stack.enter_context(followed)
-        with torch.enable_grad(), autocast(), saved_tensors_hooks(saved.save, _Kept.unpack):
-            returned = shadow.call()
-        moving = saved.bytes()  # while the graph is there, and nothing else
-        del returned
+            shadow.model.get_submodule(block).register_forward_hook(passed.ends)
+        with one_sequence_a_row(), shadow.running(checkpoints=True), followed or nullcontext():
+            with torch.enable_grad(), autocast(), saved_tensors_hooks(saved.save, _Kept.unpack):
+                returned = shadow.call(arguments)
+            moving = saved.bytes()  # while the graph is there, and nothing else
+            del returned
     arrives = [0, *(results.bytes_of(trace.crossings[first]) for first, _ in ranges[1:])]
     kept = [of if not again else into for of, again, into in zip(moving, without_graph, arrives, strict=True)]
     return Stashes(kept=tuple(kept), sent=(*arrives[1:], 0))
@@ -103,7 +100,7 @@ def _prepare(model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], 
 
 
 def _memories(values: Sequence[Any]) -> Iterator[int]:
-    return (value.untyped_storage()._cdata for value in values if has_memory(value))
+    return (storage_key(value) for value in values if has_memory(value))
 
 
 class _Kept:
@@ -130,7 +127,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
         given = set(_memories(tensors))
         for leaf in filter(has_memory, tree_leaves(result)):
-            key, size = leaf.untyped_storage()._cdata, leaf.untyped_storage().nbytes()
+            key, size = storage_key(leaf), leaf.untyped_storage().nbytes()
             if key not in given:
                 # Embeddings, too, may be shared out along the sequence: as if all were in a block.
                 mine = self._parts.bytes_of(func.overloadpacket.__name__, tensors, key, size, in_block=True)
@@ -164,7 +161,7 @@ class _Saved:
         """A pack hook."""
         kept = _Kept(tensor)
         if tensor.numel() and has_memory(tensor) and not (tensor.is_leaf and tensor.requires_grad):
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             size = tensor.element_size()
             first = tensor.storage_offset() * size
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

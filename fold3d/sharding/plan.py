@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fold3d.sharding.shard import Shard
-from fold3d.sharding.split import BlockSplit, SequenceSplit, shard_from_json, shard_to_json
+from fold3d.sharding.split import BlockSplit, SequenceSplit, as_json
 from fold3d.sharding.vocabulary import Vocabulary
 
 _Split = TypeVar("_Split")
@@ -39,48 +39,21 @@ class ShardingPlan:
         return self.shards.get(name)
 
     def to_json(self) -> str:
-        """Returns it as text, from which `from_json` makes an equal plan."""
+        """Returns it as text; equal plans have the same."""
         classes, blocks = _classes(self.blocks)
         shared, sequence = _classes(self.sequence)
         value = {
             "tp": self.tp,
-            "shards": _shards_to_json(self.shards),
-            "classes": [split.to_json() for split in classes],
+            "shards": self.shards,
+            "classes": classes,
             "blocks": blocks,
-            "notes": list(self.notes),
-            "shared": [split.to_json() for split in shared],
+            "notes": self.notes,
+            "shared": shared,
             "sequence": sequence,
             "sequence_reason": self.sequence_reason,
-            "vocabulary": {
-                "embeddings": _shards_to_json(self.vocabulary.embeddings),
-                "heads": _shards_to_json(self.vocabulary.heads),
-                "shards": _shards_to_json(self.vocabulary.shards),
-                "reasons": dict(self.vocabulary.reasons),
-            },
+            "vocabulary": self.vocabulary,
         }
-        return json.dumps(value, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> ShardingPlan:
-        """Returns what `to_json` made."""
-        value = json.loads(text)
-        classes = [BlockSplit.from_json(split) for split in value["classes"]]
-        shared = [SequenceSplit.from_json(split) for split in value["shared"]]
-        vocabulary = value["vocabulary"]
-        return cls(
-            tp=value["tp"],
-            shards=_shards_from_json(value["shards"]),
-            blocks={name: classes[number] for name, number in value["blocks"].items()},
-            notes=tuple(value["notes"]),
-            sequence={name: shared[number] for name, number in value["sequence"].items()},
-            sequence_reason=value["sequence_reason"],
-            vocabulary=Vocabulary(
-                embeddings=_shards_from_json(vocabulary["embeddings"]),
-                heads=_shards_from_json(vocabulary["heads"]),
-                shards=_shards_from_json(vocabulary["shards"]),
-                reasons=vocabulary["reasons"],
-            ),
-        )
+        return json.dumps(as_json(value), separators=(",", ":"))
 
     @property
     def digest(self) -> str:
@@ -95,11 +68,3 @@ def _classes(splits: Mapping[str, _Split]) -> tuple[list[_Split], dict[str, int]
         if split not in classes:
             classes.append(split)
     return classes, {name: classes.index(split) for name, split in splits.items()}
-
-
-def _shards_to_json(shards: Mapping[str, Shard]) -> dict[str, Any]:
-    return {name: shard_to_json(shard) for name, shard in shards.items()}
-
-
-def _shards_from_json(value: Mapping[str, Any]) -> dict[str, Shard]:
-    return {name: shard_from_json(shard) for name, shard in value.items()}

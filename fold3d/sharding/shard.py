@@ -1,4 +1,4 @@
-"""Shard: how one parameter is spread over the ranks of a tensor-parallel group. Numbers only."""
+"""Slices: which indices of a dimension each rank of a tensor-parallel group has; Shard: those of a parameter."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def runs_of(indices: Iterable[int]) -> Runs:
     return tuple(runs)
 
 
+def indices_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
+    """Returns the indices in runs, int64."""
+    return torch.cat([torch.arange(first, end, device=device) for first, end in runs] or [torch.arange(0)])
+
+
 def even_part(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns [first, end) of a rank's part of `size` indices; lengths differ by one at most, the longer ones first."""
     each, more = divmod(size, ranks)
@@ -34,7 +39,52 @@ def even_part(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Slices:
+    """Which indices of one dimension each rank has.
+
+    A tensor may have a multiple of `size` there: the same indices then lie in it time after time, as where samples and
+    heads share a dimension.
+    """
+
+    dim: int
+    size: int
+    """Of the whole dimension, or of one time."""
+    parts: tuple[Runs, ...]
+    """Per rank of the group."""
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group."""
+        return len(self.parts)
+
+    def length(self, rank: int) -> int:
+        """Returns how many indices a rank has."""
+        return sum(end - first for first, end in self.parts[rank])
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Returns a rank's part of a whole tensor, in memory of its own.
+
+        Raises: ValueError when its dimension is no multiple of `size`.
+        """
+        index = indices_of(self.parts[rank], whole.device)
+        return self._times(whole, self.size).index_select(self.dim + 1, index).flatten(self.dim, self.dim + 1)
+
+    def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
+        """Writes a rank's part to its places in a whole tensor, which is contiguous."""
+        index = indices_of(self.parts[rank], whole.device)
+        self._times(whole, self.size).index_copy_(self.dim + 1, index, self._times(part, len(index)))
+
+    def _times(self, x: Tensor, size: int) -> Tensor:
+        if x.shape[self.dim] % size:
+            raise ValueError(
+                f"a tensor of {tuple(x.shape)} has {x.shape[self.dim]} elements along dimension {self.dim}, which is "
+                f"no multiple of {size} as where the model was recorded"
+            )
+        return x.reshape(*x.shape[: self.dim], -1, size, *x.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Slices):
     """How one parameter is spread over the ranks of a tensor-parallel group.
 
     A rank holds the pieces `parts[rank]` of dimension `dim`, one after the other in one contiguous parameter. Parts
@@ -44,11 +94,6 @@ class Shard:
     Raises: ValueError when the parts do not cover the dimension, or leave it.
     """
 
-    dim: int
-    size: int
-    """Of the whole parameter along `dim`."""
-    parts: tuple[Runs, ...]
-    """Per rank of the group."""
     summed: bool = False
     """Whether ranks with equal parts have different shares of its gradient, which is their sum. False: it is the same
     on each."""
@@ -79,18 +124,9 @@ class Shard:
         return cls(dim, size, tuple(((first, end),) if first < end else () for first, end in parts))
 
     @property
-    def ranks(self) -> int:
-        """Size of the group."""
-        return len(self.parts)
-
-    @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all of it."""
         return all(runs == ((0, self.size),) for runs in self.parts)
-
-    def length(self, rank: int) -> int:
-        """Returns the length of a rank's part along `dim`."""
-        return sum(end - first for first, end in self.parts[rank])
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part of a parameter of shape `whole`."""

@@ -5,10 +5,10 @@ SequenceSplit: how the block works on a part of the sequence outside of its regi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from fold3d.sharding.shard import Runs, Shard
+from fold3d.sharding.shard import Runs, Shard, Slices
 
 Path = tuple[int | str, ...]
 """Of a tensor in a block's arguments or result: the position or name of the argument, then keys inside it."""
@@ -32,27 +32,6 @@ class GroupSplit:
     shared: tuple[str, ...] = ()
     """Whole parameters which a module of `exits` adds to what is summed: each rank adds an equal part of them."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {
-            "units": self.units,
-            "entries": list(self.entries),
-            "exits": list(self.exits),
-            "copied": {name: [list(run) for run in runs] for name, runs in self.copied.items()},
-            "shared": list(self.shared),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> GroupSplit:
-        """Returns what `to_json` made."""
-        return cls(
-            units=value["units"],
-            entries=tuple(value["entries"]),
-            exits=tuple(value["exits"]),
-            copied={name: runs_from_json(runs) for name, runs in value["copied"].items()},
-            shared=tuple(value["shared"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attribute:
@@ -66,17 +45,10 @@ class Attribute:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSlice:
-    """A tensor that a block takes or returns, of which a rank's region uses or makes a part.
-
-    Along `dim` the units repeat every `period` indices, as where samples and heads lie in one dimension.
-    """
+class TensorSlice(Slices):
+    """A tensor that a block takes or returns, of which a rank's region uses or makes a part."""
 
     path: Path
-    dim: int
-    period: int
-    parts: tuple[Runs, ...]
-    """Per rank, within one period."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,33 +70,6 @@ class InnerResult:
     folded: tuple[Path, ...] = ()
     """The same, and samples and their sequences lie in one dimension, the first."""
 
-    def to_json(self) -> list[Any]:
-        """Returns it as JSON values."""
-        whole, rows, folded = (list(map(list, paths)) for paths in (self.whole, self.rows, self.folded))
-        return [self.module, whole, list(map(_slice_to_json, self.slices)), rows, folded]
-
-    @classmethod
-    def from_json(cls, value: list[Any]) -> InnerResult:
-        """Returns what `to_json` made."""
-        module, whole, slices, rows, folded = value
-        return cls(
-            module=module, whole=tuple(map(tuple, whole)), slices=tuple(map(_slice_from_json, slices)),
-            rows=tuple(map(tuple, rows)), folded=tuple(map(tuple, folded)),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Draw:
-    """Random numbers that a block draws, of which each rank needs those of its units: a dropout's mask over heads, say.
-
-    Along `dim` there are `whole` entries, or a multiple of it, such as where samples and heads lie in one dimension.
-    """
-
-    dim: int
-    whole: int
-    parts: tuple[Runs, ...]
-    """Per rank, of `whole`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSplit:
@@ -142,9 +87,10 @@ class BlockSplit:
     """Results of which a rank makes its part; they are put together before they leave the block."""
     together: tuple[tuple[str, ...], ...] = ()
     """Linear layers that enter regions with the same tensor, which nothing else there takes; each is called once."""
-    draws: tuple[Draw | None, ...] = ()
-    """In the order in which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or
-    it is not known how; then each rank draws for itself inside a region."""
+    draws: tuple[Slices | None, ...] = ()
+    """Random numbers of which each rank needs those of its units, a dropout's mask over heads, say, in the order in
+    which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or it is not known how;
+    then each rank draws for itself inside a region."""
     inner: tuple[InnerResult, ...] = ()
     """What it and modules inside return; those that return one tensor, which is whole, are left out."""
     unrun: tuple[str, ...] = ()
@@ -153,82 +99,6 @@ class BlockSplit:
     """Parameters of the others that nothing read then."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {
-            "groups": [group.to_json() for group in self.groups],
-            "shards": {name: shard_to_json(shard) for name, shard in self.shards.items()},
-            "attributes": [[one.module, one.name, one.whole, one.part] for one in self.attributes],
-            "inputs": [_slice_to_json(one) for one in self.inputs],
-            "entering": [list(path) for path in self.entering],
-            "outputs": [_slice_to_json(one) for one in self.outputs],
-            "together": [list(names) for names in self.together],
-            "draws": [None if one is None else _draw_to_json(one) for one in self.draws],
-            "inner": [one.to_json() for one in self.inner],
-            "unrun": list(self.unrun),
-            "unread": list(self.unread),
-            "reasons": dict(self.reasons),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BlockSplit:
-        """Returns what `to_json` made."""
-        return cls(
-            groups=tuple(map(GroupSplit.from_json, value["groups"])),
-            shards={name: shard_from_json(shard) for name, shard in value["shards"].items()},
-            attributes=tuple(
-                Attribute(module=module, name=name, whole=whole, part=part)
-                for module, name, whole, part in value["attributes"]
-            ),
-            inputs=tuple(map(_slice_from_json, value["inputs"])),
-            entering=tuple(tuple(path) for path in value["entering"]),
-            outputs=tuple(map(_slice_from_json, value["outputs"])),
-            together=tuple(map(tuple, value["together"])),
-            draws=tuple(None if one is None else _draw_from_json(one) for one in value["draws"]),
-            inner=tuple(map(InnerResult.from_json, value["inner"])),
-            unrun=tuple(value["unrun"]),
-            unread=tuple(value["unread"]),
-            reasons=value["reasons"],
-        )
-
-
-def shard_to_json(shard: Shard) -> dict[str, Any]:
-    """Returns a Shard as JSON values."""
-    parts = [[list(run) for run in runs] for runs in shard.parts]
-    return {"dim": shard.dim, "size": shard.size, "parts": parts, "summed": shard.summed}
-
-
-def shard_from_json(value: Mapping[str, Any]) -> Shard:
-    """Returns what `shard_to_json` made."""
-    return Shard(value["dim"], value["size"], tuple(map(runs_from_json, value["parts"])), value["summed"])
-
-
-def runs_from_json(value: Any) -> Runs:
-    """Returns runs of indices from lists of lists."""
-    return tuple((first, end) for first, end in value)
-
-
-def _draw_to_json(one: Draw) -> dict[str, Any]:
-    return {"dim": one.dim, "whole": one.whole, "parts": [[list(run) for run in runs] for runs in one.parts]}
-
-
-def _draw_from_json(value: Mapping[str, Any]) -> Draw:
-    return Draw(dim=value["dim"], whole=value["whole"], parts=tuple(map(runs_from_json, value["parts"])))
-
-
-def _slice_to_json(one: TensorSlice) -> dict[str, Any]:
-    parts = [[list(run) for run in runs] for runs in one.parts]
-    return {"path": list(one.path), "dim": one.dim, "period": one.period, "parts": parts}
-
-
-def _slice_from_json(value: Mapping[str, Any]) -> TensorSlice:
-    return TensorSlice(
-        path=tuple(value["path"]),
-        dim=value["dim"],
-        period=value["period"],
-        parts=tuple(map(runs_from_json, value["parts"])),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,16 +115,6 @@ class Gathering:
     """Whether samples and their sequences lie in one dimension, the first, as experts take tokens."""
     readers: tuple[str, ...] = ()
     """Linear layers that enter regions with just this tensor; each is called once."""
-
-    def to_json(self) -> list[Any]:
-        """Returns it as JSON values."""
-        return [self.module, list(self.path), self.sums, self.folded, list(self.readers)]
-
-    @classmethod
-    def from_json(cls, value: list[Any]) -> Gathering:
-        """Returns what `to_json` made."""
-        module, path, sums, folded, readers = value
-        return cls(module=module, path=tuple(path), sums=sums, folded=folded, readers=tuple(readers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,27 +140,16 @@ class SequenceSplit:
     inner: tuple[InnerResult, ...] = ()
     """As `BlockSplit.inner`, where the sequence is shared."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {
-            "hidden": list(self.hidden),
-            "result": list(self.result),
-            "dim": self.dim,
-            "gathers": [one.to_json() for one in self.gathers],
-            "begins": self.begins,
-            "ends": self.ends,
-            "inner": [one.to_json() for one in self.inner],
-        }
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> SequenceSplit:
-        """Returns what `to_json` made."""
-        return cls(
-            hidden=tuple(value["hidden"]),
-            result=tuple(value["result"]),
-            dim=value["dim"],
-            gathers=tuple(map(Gathering.from_json, value["gathers"])),
-            begins=value["begins"],
-            ends=value["ends"],
-            inner=tuple(map(InnerResult.from_json, value["inner"])),
-        )
+_AS_LISTS = (Attribute, Gathering, InnerResult)
+"""Of which there are many."""
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value of this room as JSON has it."""
+    if is_dataclass(value):
+        found = {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
+        return list(found.values()) if isinstance(value, _AS_LISTS) else found
+    if isinstance(value, Mapping):
+        return {key: as_json(one) for key, one in value.items()}
+    return [as_json(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from fold3d.sharding.shard import Shard
-from fold3d.trace.capture import Shadow, example_for, tied_groups
+from fold3d.torch_private import storage_key
+from fold3d.trace.capture import example_for, run_forward, tied_groups
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
+from fold3d.trace.shadow import shadow_of
 
 
 class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,7 +43,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._originals: dict[int, tuple[int, int]] = {}
         originals = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in shadow.named_parameters(remove_duplicate=False):
-            self._originals[_key(parameter)] = id(originals[name]), id(parameter)
+            self._originals[storage_key(parameter)] = id(originals[name]), id(parameter)
         for name, module in shadow.named_modules():
             module.register_forward_pre_hook(self._enter(name), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -50,7 +52,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
             if not self._running:
-                self._arguments.update(_key(tensor) for tensor in tensors)
+                self._arguments.update(storage_key(tensor) for tensor in tensors)
             in_block = any(running in self._blocks for running, _ in self._running)
             self._running.append((name, module))
             if name in self._blocks:
@@ -59,7 +61,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 seen = self.before if not self._begun else self.within if self._blocks_left else self.after
                 if name not in seen:
                     seen.append(name)
-                if seen is self.before and any(_key(tensor) in self._arguments for tensor in tensors):
+                if seen is self.before and any(storage_key(tensor) in self._arguments for tensor in tensors):
                     self.looked_up.append(name)
 
         return hook
@@ -73,7 +75,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         for leaf in arg_tree_leaves(*args, **kwargs):
-            if isinstance(leaf, Tensor) and (known := self._originals.get(_key(leaf))) is not None:
+            if isinstance(leaf, Tensor) and (known := self._originals.get(storage_key(leaf))) is not None:
                 original, parameter = known
                 reader, module = self._running[-1] if self._running else ("the loss", None)
                 holders = () if module is None else module._parameters.values()
@@ -91,11 +93,11 @@ def watch_reads(model: nn.Module, trace: Trace, example: Mapping[str, Any] | Non
         example: keyword arguments of the forward; None: made up.
     """
     given = example_for(model) if example is None else example
-    shadow = Shadow(model, given)
-    if not trace.direct and not _blocks_share(trace):
-        Twins(shadow.model, trace, given)
-    reads = VocabularyReads(model, shadow.model, trace.modules)
-    shadow.run(reads)
+    with shadow_of(model) as shadow:
+        if not trace.direct and not _blocks_share(trace):
+            Twins(shadow.model, trace, given)
+        reads = VocabularyReads(model, shadow.model, trace.modules)
+        run_forward(shadow, given, reads)
     return reads
 
 
@@ -103,10 +105,6 @@ def _blocks_share(trace: Trace) -> bool:
     """Whether a weight in a block has another name, too."""
     insides = tuple(f"{block}." for block in trace.modules)
     return any(name.startswith(insides) for group in trace.tied for name in group)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,8 +53,21 @@ class _Done(BaseException):
     """Ends the forward after the last block."""
 
 
+def skeleton_of(model: nn.Module, trace: Trace) -> nn.Module:
+    """Returns a copy of the model for `capture`, in evaluation mode: real buffers, no parameters but those that code
+    outside of the modules that hold them reads."""
+    shadow = _skeleton(model)
+    materialize(shadow, set(), seed=0)
+    _fill_direct(shadow, trace)
+    return shadow.eval()
+
+
 def capture(
-    model: nn.Module, trace: Trace, example: Mapping[str, Any], length: int = _LENGTH
+    model: nn.Module,
+    trace: Trace,
+    example: Mapping[str, Any],
+    length: int = _LENGTH,
+    shadow: nn.Module | None = None,
 ) -> dict[str, CapturedCall]:
     """Runs the model's own forward up to its last block, and returns how each block was called, by name.
 
@@ -63,12 +76,10 @@ def capture(
 
     Args:
         length: tokens that texts of the example are shortened to, where the model takes such.
+        shadow: `skeleton_of` the model, whose blocks the calls have; None: a new one.
     Raises: TraceError when the forward fails, or puts other modules in the place of those in blocks.
     """
-    shadow = _skeleton(model)
-    materialize(shadow, set(), seed=0)
-    _fill_direct(shadow, trace)
-    shadow.eval()
+    shadow = skeleton_of(model, trace) if shadow is None else shadow
     padded = _padded(shadow, example)
     short, whole = _batch(padded, length), _batch(padded, None)
     try:

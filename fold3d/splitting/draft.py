@@ -57,7 +57,7 @@ def align(probe: Probe, region: Region, tp: int) -> Alignment:
                 continue
             period = period_of(labels)
             parts = _parts(labels[:period], region, tp)
-            found.inputs.append(TensorSlice(path=where, dim=dim, period=period, parts=parts))
+            found.inputs.append(TensorSlice(path=where, dim=dim, size=period, parts=parts))
             break
         else:
             found.entering.append(where)

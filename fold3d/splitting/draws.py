@@ -9,7 +9,8 @@ from itertools import islice
 from torch import nn
 
 from fold3d.errors import Fold3dError
-from fold3d.sharding.split import BlockSplit, Draw
+from fold3d.sharding.shard import Slices
+from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.inner_results import exit_channels, placements
 from fold3d.splitting.proof import BlockRuns, differ
@@ -65,7 +66,7 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
     return split
 
 
-def _likeliest(per_draw: Sequence[Sequence[Draw | None]]) -> Iterator[tuple[Draw | None, ...]]:
+def _likeliest(per_draw: Sequence[Sequence[Slices | None]]) -> Iterator[tuple[Slices | None, ...]]:
     """Yields one candidate for each draw, the likeliest first; draws with the same candidates lie alike."""
     kinds = list(dict.fromkeys(tuple(one) for one in per_draw))
     counts = [len(one) for one in kinds]
@@ -86,7 +87,7 @@ def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
             yield (number, *others)
 
 
-def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Draw | None]:
+def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Slices | None]:
     """Yields how a draw may lie on the ranks, the likeliest first."""
     dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
     if not dims:
@@ -98,4 +99,4 @@ def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: Blo
     # Samples, their windows and the units may lie in one dimension: the likeliest numbers first, then any that divides.
     times = dict.fromkeys((1, *whole, *(one for one in range(1, whole[dim] + 1) if whole[dim] % one == 0)))
     for length, of_ranks in placements(whole[dim], [part[dim] for part in parts], times, exit_channels(block, split)):
-        yield Draw(dim=dim, whole=length, parts=of_ranks)
+        yield Slices(dim, length, of_ranks)

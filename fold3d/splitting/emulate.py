@@ -9,7 +9,7 @@ import greenlet
 import torch
 from torch import Tensor
 
-from fold3d.tensor_parallel.region import ALL_GATHER, REDUCE_SCATTER, Exchange
+from fold3d.tensor_parallel.region import ALL_GATHER, REDUCE_SCATTER, SAME, SUM, Exchange
 from fold3d.tensor_parallel.turns import ThreadState, switched
 
 
@@ -22,21 +22,9 @@ class EmulatedOps:
         self.fused = None
         self._group = group
 
-    def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
+    def exchange(self, x: Tensor, how: Exchange) -> Tensor:
         """See RegionOps."""
-        return self._group.meet(self.rank, _Copy(-1, channels), x)
-
-    def reduce_from_region(self, y: Tensor) -> Tensor:
-        """See RegionOps."""
-        return self._group.meet(self.rank, _Reduce(), y)
-
-    def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
-        """See RegionOps."""
-        return self._group.meet(self.rank, _Copy(dim, indices), weight)
-
-    def exchange(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
-        """See RegionOps."""
-        return self._group.meet(self.rank, _Exchange(how), x)
+        return self._group.meet(self.rank, how, x)
 
 
 class EmulatedGroup:
@@ -49,7 +37,7 @@ class EmulatedGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._main: Any = None
-        self._waiting: dict[int, tuple[Any, Tensor]] = {}
+        self._waiting: dict[int, tuple[Exchange, Tensor]] = {}
 
     def run(self, as_rank: Callable[[EmulatedOps], Any]) -> list[Any]:
         """Returns what `as_rank` returns, by rank.
@@ -82,9 +70,9 @@ class EmulatedGroup:
             begin.restore()
         return [results[rank] for rank in range(self.size)]
 
-    def meet(self, rank: int, operation: _Copy | _Reduce | _Exchange, x: Tensor) -> Tensor:
-        """One rank's call of an operation; returns its result when all have called."""
-        self._waiting[rank] = (operation, x)
+    def meet(self, rank: int, how: Exchange, x: Tensor) -> Tensor:
+        """One rank's exchange; returns its result when all have called."""
+        self._waiting[rank] = (how, x)
         mine = _state()
         try:
             answer: Tensor = switched(self._main.switch)
@@ -96,14 +84,21 @@ class EmulatedGroup:
         waiting, self._waiting = self._waiting, {}
         if len(waiting) < self.size:
             raise RuntimeError(f"ranks {sorted(waiting)} wait for a sum over {self.size}, the others have returned")
-        calls = [waiting[rank] for rank in range(self.size)]
-        kinds = {type(operation).__name__ for operation, _ in calls}
-        shapes = {tuple(x.shape) for operation, x in calls if not operation.may_differ}
-        if len(kinds) > 1 or len(shapes) > 1:
-            raise RuntimeError(f"the ranks call different operations: {sorted(kinds)} on {sorted(shapes)}")
-        tensors = [x for _, x in calls]
-        answers: Sequence[Tensor] = calls[0][0].of_all([operation for operation, _ in calls], tensors)
-        return answers
+        hows, tensors = zip(*(waiting[rank] for rank in range(self.size)), strict=True)
+        shapes = {tuple(x.shape) for how, x in zip(hows, tensors, strict=True) if not _may_differ(how)}
+        if len(set(hows)) > 1 or len(shapes) > 1:
+            raise RuntimeError(f"the ranks call different operations: {set(hows)} on {sorted(shapes)}")
+        if hows[0].backward != SAME:
+            exchanged: Sequence[Tensor] = _Exchanged.apply(hows, *tensors)  # type: ignore[no-untyped-call]
+            return exchanged
+        # Each rank's gradient is the sum's: the sum stands for its own summand.
+        total = torch.stack([x.detach() for x in tensors]).sum(0)
+        return [_Summed.apply(x, total) for x in tensors]  # type: ignore[no-untyped-call]
+
+
+def _may_differ(how: Exchange) -> bool:
+    """Whether what ranks exchange may be of different shapes."""
+    return how.indices is not None or how.length > 0
 
 
 def _state() -> ThreadState:
@@ -111,59 +106,28 @@ def _state() -> ThreadState:
     return ThreadState([torch.default_generator])
 
 
-class _Copy:
-    def __init__(self, dim: int, indices: Tensor | None) -> None:
-        self.dim, self.where = dim, indices
-
-    @property
-    def may_differ(self) -> bool:
-        return self.where is not None
-
-    @staticmethod
-    def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        copied: Sequence[Tensor] = _CopiedToRegion.apply([(o.dim, o.where) for o in operations], *tensors)  # type: ignore[no-untyped-call]
-        return copied
-
-
-class _Reduce:
-    may_differ = False
-
-    @staticmethod
-    def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        total = torch.stack([x.detach() for x in tensors]).sum(0)
-        # Each rank's gradient is the sum's: the sum stands for its own summand. Without an in-place change of `total`,
-        # which all of them would see.
-        return [_Reduced.apply(x, total) for x in tensors]  # type: ignore[no-untyped-call]
-
-
-class _Exchange:
-    may_differ = True
-
-    def __init__(self, how: Exchange) -> None:
-        self.how = how
-
-    @staticmethod
-    def of_all(operations: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        hows = {operation.how for operation in operations}
-        if len(hows) > 1:
-            raise RuntimeError(f"the ranks call different operations: {hows}")
-        exchanged: Sequence[Tensor] = _Exchanged.apply(operations[0].how, *tensors)  # type: ignore[no-untyped-call]
-        return exchanged
-
-
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: Exchange, *tensors: Tensor) -> Any:
-        ctx.exchanged = how
-        return tuple(_moved(how, how.forward, tensors))
+    def forward(ctx: Any, hows: Sequence[Exchange], *tensors: Tensor) -> Any:
+        ctx.hows = hows
+        return tuple(x.clone() for x in tensors) if hows[0].forward == SAME else tuple(_moved(hows, True, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *_moved(ctx.exchanged, ctx.exchanged.backward, gradients)
+        return None, *_moved(ctx.hows, False, gradients)
 
 
-def _moved(how: Exchange, move: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    size = len(tensors)
+def _moved(hows: Sequence[Exchange], forward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what each rank gets; `hows` are alike but for their indices."""
+    how, size = hows[0], len(tensors)
+    move = how.forward if forward else how.backward
+    if move == SUM:
+        where = [(one.dim, one.indices) for one in hows]
+        parts = [x if at is None else x.index_select(dim, at) for (dim, at), x in zip(where, tensors, strict=True)]
+        total = torch.stack(parts).sum(0)
+        return [
+            total if at is None else x.index_copy(dim, at, total) for (dim, at), x in zip(where, tensors, strict=True)
+        ]
     if move == ALL_GATHER:
         whole = torch.cat(list(tensors), how.dim)
         if whole.shape[how.dim] != how.length:
@@ -175,30 +139,10 @@ def _moved(how: Exchange, move: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [how.part(x, size, rank) for rank, x in enumerate(tensors)]
 
 
-class _CopiedToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, where: Any, *tensors: Tensor) -> Any:
-        ctx.copies = where
-        return tuple(x.clone() for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        parts = [
-            gradient if indices is None else gradient.index_select(dim, indices)
-            for (dim, indices), gradient in zip(ctx.copies, gradients, strict=True)
-        ]
-        total = torch.stack(parts).sum(0)
-        summed = [
-            total if indices is None else gradient.index_copy(dim, indices, total)
-            for (dim, indices), gradient in zip(ctx.copies, gradients, strict=True)
-        ]
-        return None, *summed
-
-
-class _Reduced(torch.autograd.Function):
+class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
-        return total.clone()
+        return total.clone()  # without an in-place change of `total`, which all ranks would see
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -163,7 +163,7 @@ def _find_slice(path: tuple[int | str, ...], whole: Tensor, parts: list[Tensor])
         lengths = [part.shape[dim] for part in parts]
         ends = list(itertools.accumulate(lengths))
         runs = tuple(((end - length, end),) for end, length in zip(ends, lengths, strict=True))
-        return TensorSlice(path=path, dim=dim, period=size, parts=runs)
+        return TensorSlice(path=path, dim=dim, size=size, parts=runs)
     labels = [-1] * size
     per_rank: list[list[int]] = []
     for rank, part in enumerate(parts):
@@ -180,7 +180,7 @@ def _find_slice(path: tuple[int | str, ...], whole: Tensor, parts: list[Tensor])
         return None
     period = period_of(labels)
     made: tuple[Runs, ...] = tuple(runs_of(k for k in chosen if k < period) for chosen in per_rank)
-    return TensorSlice(path=path, dim=dim, period=period, parts=made)
+    return TensorSlice(path=path, dim=dim, size=period, parts=made)
 
 
 def _leaves(output: Any) -> list[Tensor]:

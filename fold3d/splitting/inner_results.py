@@ -198,7 +198,7 @@ class _Seen:
             return
         (dim,) = dims
         for period, parts in placements(whole[dim], [size[dim] for size in sizes], (1, SAMPLES), channels):
-            yield TensorSlice(path=path, dim=dim, period=period, parts=parts)
+            yield TensorSlice(path=path, dim=dim, size=period, parts=parts)
 
 
 class _Ways:

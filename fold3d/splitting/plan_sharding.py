@@ -18,7 +18,7 @@ from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.splitting.block_classes import BlockClasses, differs_in_training
-from fold3d.splitting.capture import CapturedCall, capture
+from fold3d.splitting.capture import CapturedCall, capture, skeleton_of
 from fold3d.splitting.draws import with_draws
 from fold3d.splitting.infer import infer
 from fold3d.splitting.inner_results import with_inner
@@ -167,7 +167,8 @@ def _plan(
     sequence_parallel: bool,
 ) -> ShardingPlan:
     overrides.check_names(model)
-    calls = capture(model, trace, example)
+    skeleton = skeleton_of(model, trace)
+    calls = capture(model, trace, example, shadow=skeleton)
     tied = {name for group in trace.tied for name in group} | set(trace.direct) | set(trace.shared)
     classes, kinds = BlockClasses(overrides), dict[str, Hashable]()
     of_kind: dict[Hashable, BlockSplit] = {}
@@ -197,7 +198,7 @@ def _plan(
     reason = ""
     if sequence_parallel:
         try:
-            odd = capture(model, trace, example, odd_length(tp))
+            odd = capture(model, trace, example, odd_length(tp), skeleton)
             kind_of = lambda name, call: (kinds[name], classes.made_of(name, call))  # noqa: E731
             found = plan_sequence(odd, trace, blocks, tp, tied, kind_of)
             sequence = found.blocks

@@ -190,94 +190,59 @@ class _Proof:
     def __init__(
         self, call: CapturedCall, split: BlockSplit, tp: int, training: bool, sequence: SequenceSplit | None = None
     ) -> None:
-        self._call, self._split, self._tp, self._training, self._sequence = call, split, tp, training, sequence
-        self._before: dict[str, Tensor] = {}
+        self._call, self._split, self._tp, self._sequence = call, split, tp, sequence
+        self._runs = BlockRuns(call, split, tp, training=training, with_grad=True)
         self.summed: set[str] = set()
         self.used = Used()
-        self._args, self._kwargs = double_inputs(call)
-        self._factors = Factors()
-        self._large = Factors.candidates(call.block, split.shards)
+        self._others = False
 
     def run(self) -> str:
-        whole, inputs, output = self._run_whole()
-        unused = set(self._large) - self._factors.used
-        if unused:  # what is no matrix product's needs values
-            self._factors = Factors()
-            self._large = [name for name in self._large if name not in unused]
-            whole, inputs, output = self._run_whole()
+        runs = self._runs
+        output = runs.whole(watch=self._watched)
+        if self._others:  # nobody sums their gradients
+            return "it computes with weights of modules that are not registered in it"
         draw = torch.Generator().manual_seed(7)
         weights = {
             path: torch.randn(leaf.shape, dtype=leaf.dtype, generator=draw)
             for path, leaf in paths_of(output)
             if path in self._call.read and leaf.is_floating_point()
         }
-        with self._mode():
+        with runs.modes():
             _loss(output, weights).backward()  # type: ignore[no-untyped-call]
-        blocks = [shard_block(whole, self._split, rank, self._large) for rank in range(self._tp)]
-        for block in blocks:
-            _set_buffers(block, self._before)
-        ranks = [_Leaves(self._args, self._kwargs) for _ in range(self._tp)]
-
-        def as_rank(ops: EmulatedOps) -> Any:
-            install_as_rank(blocks[ops.rank], self._split, ops, self._sequence)
-            return blocks[ops.rank](*ranks[ops.rank].args, **ranks[ops.rank].kwargs)
-
-        owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
         try:
-            with self._mode(), self._factors.modes(owned, self._split.shards):
-                outputs = EmulatedGroup(self._tp).run(as_rank)
-            with self._mode():
+            outputs = runs.ranks(self._split, sequence=self._sequence)
+            with runs.modes():
                 torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             return f"{self._tp} ranks raise {type(error).__name__}: {error}"
-        return next(self._wrong(output, outputs, weights, inputs, ranks, whole, blocks), "")
+        return next(self._wrong(output, outputs, weights), "")
 
-    def _run_whole(self) -> tuple[nn.Module, _Leaves, Any]:
-        whole = with_weights(self._call.block, self._large).train(self._training)
-        self._before = {name: buffer.clone() for name, buffer in whole.named_buffers()}
-        inputs = _Leaves(self._args, self._kwargs)
-        large = [(name, whole.get_parameter(name)) for name in self._large]
+    @contextlib.contextmanager
+    def _watched(self, block: nn.Module) -> Iterator[None]:
         hooks = [
             module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name))
-            for name, module in whole.named_modules()
+            for name, module in block.named_modules()
         ]
-        with self._mode(), self._factors.mode(-1, large, {}), Reads(whole) as reads:
-            output = whole(*inputs.args, **inputs.kwargs)
+        with Reads(block) as reads:
+            yield
         for hook in hooks:
             hook.remove()
         self.used.parameters.update(reads.parameters)
-        return whole, inputs, output
+        self._others = reads.others
 
-    def _mode(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(DoubleMode())
-        if self._training:
-            stack.enter_context(WithoutDraws())
-        return stack
-
-    def _wrong(
-        self,
-        output: Any,
-        outputs: list[Any],
-        weights: Mapping[Any, Tensor],
-        inputs: _Leaves,
-        ranks: list[_Leaves],
-        whole: nn.Module,
-        blocks: list[nn.Module],
-    ) -> Iterator[str]:
-        expected = dict(paths_of(output))
+    def _wrong(self, output: Any, outputs: list[Any], weights: Mapping[Any, Tensor]) -> Iterator[str]:
+        whole, blocks, expected = self._runs.block, self._runs.blocks, dict(paths_of(output))
         for rank in range(self._tp):
             returned = dict(paths_of(outputs[rank]))
             for path in weights:
                 if path not in returned or differ(returned[path], expected[path]):
                     yield f"rank {rank} returns something else"
-            for path, leaf in inputs.tensors.items():
-                if differ(ranks[rank].tensors[path].grad, leaf.grad):
+            for path, leaf in self._runs.inputs.tensors.items():
+                if differ(self._runs.of_ranks[rank].tensors[path].grad, leaf.grad):
                     yield f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
         for name, parameter in whole.named_parameters():
             shard = self._split.shards.get(name)
-            if name in self._large:
+            if name in self._runs.large:
                 continue
             gradients = [block.get_parameter(name).grad for block in blocks]
             if self._sequence is not None and shard is None and _is_only_the_sum(gradients, parameter.grad):
@@ -292,15 +257,9 @@ class _Proof:
                 found = dict(block.named_buffers()).get(name)
                 if found is None or differ(found.double(), buffer.double()):
                     yield f"rank {rank} makes another {name}"
-        for rank, name, gradient, part in self._factors.differences(self._split.shards, self._tp):
+        for rank, name, gradient, part in self._runs.factors.differences(self._split.shards, self._tp):
             if differ(gradient, part):
                 yield f"rank {rank} has another gradient of {name}"
-
-
-def double_inputs(call: CapturedCall) -> tuple[Any, Any]:
-    """Returns a call's arguments, positional and by name, in double precision."""
-    args, kwargs = tree_map_only(Tensor, _double, (call.args, call.kwargs))
-    return args, kwargs
 
 
 def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]) -> nn.Module:
@@ -384,14 +343,14 @@ def _blank(shape: Iterable[int]) -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, dtype=torch.float64).expand(*shape))
 
 
-class _Leaves:
-    """Arguments whose tensors have gradients."""
+class _Inputs:
+    """A call's arguments in double precision, perhaps with gradients."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, call: CapturedCall, with_grad: bool) -> None:
         def leaf(x: Tensor) -> Tensor:
-            return x.detach().clone().requires_grad_(x.is_floating_point())
+            return _double(x).detach().clone().requires_grad_(with_grad and x.is_floating_point())
 
-        self.args, self.kwargs = tree_map_only(Tensor, leaf, (args, kwargs))
+        self.args, self.kwargs = tree_map_only(Tensor, leaf, (call.args, call.kwargs))
         self.tensors = {path[1:]: x for path, x in paths_of((self.args, self.kwargs)) if x.requires_grad}
 
 
@@ -411,26 +370,50 @@ Watch = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class BlockRuns:
-    """In double precision, with random weights; large ones are of low rank, as in a proof (`Factors`)."""
+    """Of one block, whole and as all ranks that share it, in double precision, with random weights; large ones are of
+    low rank (`Factors`).
 
-    def __init__(self, call: CapturedCall, split: BlockSplit, tp: int, *, training: bool) -> None:
-        self._call, self._split, self._tp, self._training = call, split, tp, training
-        self._factors, self._large = Factors(), Factors.candidates(call.block, split.shards)
-        self.block = with_weights(call.block, self._large).train(training)
+    Attributes:
+        block, blocks: that ran whole, and as each rank.
+        inputs, of_ranks: what they were given.
+        large: parameters that have factors.
+    """
+
+    def __init__(
+        self, call: CapturedCall, split: BlockSplit, tp: int, *, training: bool, with_grad: bool = False
+    ) -> None:
+        """Args:
+        with_grad: for a backward, so that nothing may be drawn; else there is none.
+        """
+        self._call, self._tp, self._training, self._with_grad = call, tp, training, with_grad
+        self._fill(Factors.candidates(call.block, split.shards))
+
+    def _fill(self, large: list[str]) -> None:
+        self.factors, self.large = Factors(), large
+        self.block = with_weights(self._call.block, large).train(self._training)
+        self._buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
+
+    def modes(self) -> contextlib.ExitStack:
+        """Around runs and their backwards."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.set_grad_enabled(self._with_grad))
+        stack.enter_context(DoubleMode())
+        if self._training and self._with_grad:
+            stack.enter_context(WithoutDraws())
+        torch.manual_seed(_SEED)
+        return stack
 
     def whole(self, mode: PartialDraws | None = None, watch: Watch = nullcontext) -> Any:
         """Returns what the whole block returns, run in this mode; `watch` may be entered again with another block."""
-        large = [(name, self.block.get_parameter(name)) for name in self._large]
-        args, kwargs = double_inputs(self._call)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), self._factors.mode(-1, large, {}):
-            torch.manual_seed(_SEED)
-            with mode or nullcontext(), watch(self.block):
-                output = self.block(*args, **kwargs)
-        unused = set(self._large) - self._factors.used
+        large = [(name, self.block.get_parameter(name)) for name in self.large]
+        self.inputs = _Inputs(self._call, self._with_grad)
+        with self.modes(), self.factors.mode(-1, large, {}), mode or nullcontext(), watch(self.block):
+            output = self.block(*self.inputs.args, **self.inputs.kwargs)
+        unused = set(self.large) - self.factors.used
         if not unused:
             return output
-        self._factors, self._large = Factors(), [name for name in self._large if name not in unused]
-        self.block = with_weights(self._call.block, self._large).train(self._training)
+        self._fill([name for name in self.large if name not in unused])  # what is no matrix product's needs values
         return self.whole(mode, watch)
 
     def ranks(
@@ -441,17 +424,17 @@ class BlockRuns:
         sequence: SequenceSplit | None = None,
     ) -> list[Any]:
         """Returns what each rank's share of the block returns, run in a mode of its own if there are any."""
-        blocks = [shard_block(self.block, split, rank, self._large) for rank in range(self._tp)]
+        self.blocks = [shard_block(self.block, split, rank, self.large) for rank in range(self._tp)]
+        self.of_ranks = [_Inputs(self._call, self._with_grad) for _ in self.blocks]
+        for block in self.blocks:
+            _set_buffers(block, self._buffers)
 
         def as_rank(ops: EmulatedOps) -> Any:
-            mine, rank = blocks[ops.rank], ops.rank
+            mine, rank = self.blocks[ops.rank], ops.rank
             install_as_rank(mine, split, ops, sequence)
-            args, kwargs = double_inputs(self._call)
             with modes[rank] if modes else nullcontext(), watches[rank](mine) if watches else nullcontext():
-                return mine(*args, **kwargs)
+                return mine(*self.of_ranks[rank].args, **self.of_ranks[rank].kwargs)
 
-        owned = [(rank, name, block.get_parameter(name)) for rank, block in enumerate(blocks) for name in self._large]
-        products = self._factors.modes(owned, split.shards)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), DoubleMode(), products:
-            torch.manual_seed(_SEED)
+        owned = [(rank, name, one.get_parameter(name)) for rank, one in enumerate(self.blocks) for name in self.large]
+        with self.modes(), self.factors.modes(owned, split.shards):
             return EmulatedGroup(self._tp).run(as_rank)

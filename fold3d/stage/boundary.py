@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fold3d import seeding
 from fold3d._C import ForwardCursor
 from fold3d.errors import SplitError
-from fold3d.tensor_parallel.checkpoints import group_of_checkpoint
 from fold3d.tensor_parallel.whole_results import plain_parts
+from fold3d.torch_private import saving_hook
 from fold3d.trace.hooked_results import HookedCall
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value
@@ -271,7 +271,7 @@ class ChunkRun(ForwardCursor):
         self.leaving: list[Tensor] | None = None
         self.block: BlockRun | None = None
         self._calls: dict[str, int] = {}
-        self.outer_checkpoint = group_of_checkpoint()
+        self.outer_checkpoint = saving_hook()
         self.checkpoint: object = None
 
     def call_of(self, module: str) -> int:
@@ -286,5 +286,5 @@ class ChunkRun(ForwardCursor):
     def leave(self, leaving: list[Tensor]) -> bool:
         """The chunk's last block is done; returns whether the forward may be ended right here."""
         self.leaving = leaving
-        self.checkpoint = group_of_checkpoint()
+        self.checkpoint = saving_hook()
         return self.checkpoint is self.outer_checkpoint

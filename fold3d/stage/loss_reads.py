@@ -7,10 +7,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
+from fold3d.torch_private import modules_around, storage_key
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.missing import missing
@@ -78,7 +78,7 @@ class ForeignTensors:
         foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if run is None or of is not run.mark}
         for leaf in tree_leaves(list(given)) if foreign else ():
             if isinstance(leaf, Tensor):
-                foreign.pop(key_of(leaf), None)
+                foreign.pop(storage_key(leaf), None)
         first = 0 if run is None or not is_users else run.lo
         with self._missing_attributes(first), _Looking(foreign) if foreign else contextlib.nullcontext():
             yield
@@ -142,7 +142,7 @@ class ForeignTensors:
     def _see(self, name: str, tensor: Tensor, of: object) -> None:
         if tensor.layout == torch.strided:
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[key_of(tensor)] = storage, of, f"a hook of {name}"
+            self._seen[storage_key(tensor)] = storage, of, f"a hook of {name}"
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
         """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
@@ -227,7 +227,7 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in arg_tree_leaves(*args, **(kwargs or {})):
-            keeper = self._foreign.get(key_of(leaf)) if isinstance(leaf, Tensor) else None
+            keeper = self._foreign.get(storage_key(leaf)) if isinstance(leaf, Tensor) else None
             if keeper is not None:
                 raise SplitError(
                     f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
@@ -236,51 +236,53 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def key_of(tensor: Tensor) -> int:
-    """Returns what tensors have in common that share memory."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
-
-
-_CALL = nn.Module._call_impl.__code__
-
-
 class ShardReads:
     """Watches a loss function in every step: what it reads may depend on the step.
 
-    What modules do with their weights was proved. A penalty on `model.parameters()` in a loss function, or a product
-    with an embedding's weight, would see this rank's parts and be wrong without a word.
+    What blocks do with their weights was proved, and so was what an embedding and a head do. A penalty on
+    `model.parameters()` in a loss function or around the blocks, a product with an embedding's weight, or a call of a
+    part of a block would see this rank's parts; a penalty on a weight whose gradient is the sum over the ranks would
+    count once on each. Both would be wrong without a word.
 
     Args:
-        model: whose modules may read their weights while they run.
+        model: whose blocks may read their weights while they run, and whose other modules theirs.
         parameters: canonical name -> parameter.
+        blocks: names of the blocks.
+        summed: names of the parameters whose gradient is summed over the group.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, Tensor], blocks: Iterable[str], summed: Collection[str]
+    ) -> None:
         self._modules = {id(module) for module in model.modules()}
-        self._names = {id(one): name for name, one in parameters.items() if whole_shape(one) != one.shape}
+        self._blocks = {name: id(model.get_submodule(name)) for name in blocks}
+        self._names = {
+            id(one): name for name, one in parameters.items() if name in summed or whole_shape(one) != one.shape
+        }
 
     def watched(self) -> AbstractContextManager[Any]:
-        """Around code of a loss function. Raises: ConfigError, in it, where something is read of which there is a
-        part."""
-        return RefusedReads(self._names, lambda: not self._in_a_module(), _error) if self._names else nullcontext()
+        """Around code of a loss function. Raises: ConfigError, in it, where a weight is read of which there is a part,
+        or whose gradient is summed."""
+        return RefusedReads(self._names, self._is_around, _error) if self._names else nullcontext()
 
-    def _in_a_module(self) -> bool:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
-                return True
-            frame = frame.f_back
-        return False
+    def _is_around(self, name: str) -> bool:
+        """Returns whether what the caller's caller runs is around the modules that may read the weight."""
+        of_block = {key for block, key in self._blocks.items() if name.startswith(f"{block}.")}
+        return (of_block or self._modules).isdisjoint(modules_around())
 
 
 def _error(name: str, read: Tensor) -> ConfigError:
+    reads = f"code around the model's blocks, such as a loss function, reads the weight '{name}'"
+    ways_out = "put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
+    if read.shape == whole_shape(read):
+        return ConfigError(
+            f"{reads}. Its gradient is the sum of what the ranks of the tensor-parallel group compute of their parts of "
+            f"the sequence, so what that code adds would count once on each. Set sequence_parallel=False, {ways_out}"
+        )
     return ConfigError(
-        f"code around the model, such as a loss function, reads the weight '{name}', of which each rank of the "
-        f"tensor-parallel group has a part ({tuple(read.shape)} of {tuple(whole_shape(read))}), so it would see "
-        f"other values than on one process. Leave the weight whole with tp_plan={{'{_module_of(name)}': "
-        "'replicate'}, put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
+        f"{reads}, of which each rank of the tensor-parallel group has a part ({tuple(read.shape)} of "
+        f"{tuple(whole_shape(read))}), so it would see other values than on one process. Leave the weight whole with "
+        f"tp_plan={{'{_module_of(name)}': 'replicate'}}, {ways_out}"
     )
 
 

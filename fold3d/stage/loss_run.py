@@ -18,7 +18,8 @@ from fold3d import seeding
 from fold3d._C import CurrentForward, block_forward, reseed
 from fold3d.errors import SplitError
 from fold3d.stage.users_state import KeptAttributes, ModelState
-from fold3d.tensor_parallel.turns import Depth, Switches, ThreadState, switched, take_off
+from fold3d.tensor_parallel.turns import Switches, ThreadState, switched
+from fold3d.torch_private import Depth, take_modes_off
 from fold3d.trace.wrappers import users_hooks, wrap
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -217,7 +218,7 @@ class LossRun:
             finally:
                 for one, token in tokens:
                     one.reset(token)
-                take_off(above)
+                take_modes_off(above)
 
     def end(self, output: Any, *, apart: bool = False) -> Any:
         """Goes on with what the model returned; returns what the function returns. Raises what that raises.

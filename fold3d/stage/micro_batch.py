@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.replay import Before, DrawnNumbers
-from fold3d.tensor_parallel.kept_sums import KeptRun
+from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.trace.wrappers import is_ours
 
 Inputs = dict[str, Any]

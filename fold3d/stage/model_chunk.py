@@ -17,7 +17,7 @@ from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.replay import ChangedBuffers
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
-from fold3d.tensor_parallel.kept_sums import KeptRun
+from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.tensor_parallel.random_draws import PerSampleRandom
 from fold3d.tensor_parallel.vocabulary import gathered
 

@@ -24,10 +24,11 @@ from fold3d.stage.recompute import Checkpoints, modules_to_recompute
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
+from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.install import install
-from fold3d.tensor_parallel.region import LateRegion, RegionOps
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
+from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.wrappers import whole_shape, wrap
@@ -48,8 +49,8 @@ def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, A
     """
     # What is computed again must run the code that ran first. By default the code that ran last is tried first, which
     # between a forward and its backward may have become that of another micro-batch's shapes.
-    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
-    undo = [lambda: torch._C._dynamo.eval_frame._set_lru_cache(True)]  # type: ignore[attr-defined]
+    try_latest_code_first(False)
+    undo = [lambda: try_latest_code_first(True)]
     undo += [_compile(model.get_submodule(name), options) for name in blocks or ("",)]
 
     def remove() -> None:
@@ -65,14 +66,10 @@ def _compile(module: Module, options: Mapping[str, Any]) -> Callable[[], None]:
 
     @functools.wraps(original)
     def forward(*args: Any, **named: Any) -> Any:
-        return (original if _follows_values() else compiled)(*args, **named)
+        # A mode looks at every operation, such as a recording's: there is nothing to be gained from compiling.
+        return (original if follows_operations() else compiled)(*args, **named)
 
     return wrap(module, forward)
-
-
-def _follows_values() -> bool:
-    """Whether somebody looks at every operation, as a recording does: there is nothing to be gained from compiling."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 logger = logging.getLogger(__name__)
@@ -156,6 +153,7 @@ class RankModel:
         ranges: blocks [first, end) of every chunk.
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
+        group: of the ranks that share its weights; who connects the ranks connects it.
         parts: which part of each parameter is this rank's.
         shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
             that expands to the parameter's.
@@ -216,12 +214,10 @@ class RankModel:
             shard_parameters(model, self.parts)
         refuse_states(model)
         _move(model, device)
-        self._late: LateRegion | None = None
         self._undo: list[Callable[[], None]] = []
         self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
-        if sharding is not None and sharding.tp > 1:
-            self._late = LateRegion(sharding.tp, topology.tp_rank)
+        self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
         self.resume()
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, blocks, recompute=again)
@@ -242,20 +238,15 @@ class RankModel:
             if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
         }
 
-    def connect(self, ops: RegionOps) -> None:
-        """What shards exchange goes over `ops` from now on; before, no forward may run where there are any."""
-        if self._late is not None:
-            self._late.connect(ops)
-
     def resume(self) -> None:
         """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
         chunk does differently, which its next run puts back."""
         if not self._undo:
-            if self._late is not None:
+            plan = self.parts.plan
+            if plan.tp > 1:
                 allow_calls(self.model)
-                plan = self.parts.plan
-                self._undo.append(install(self.model, plan, self.parts.rank, self._late))
-                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self._late))
+                self._undo.append(install(self.model, plan, self.parts.rank, self.group))
+                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
             if self._compile is not None:
                 self._undo.append(self._compile())
         if self._checkpoints is None:

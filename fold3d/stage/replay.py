@@ -288,7 +288,7 @@ class DrawnNumbers:
     def once(self, chunk: int, *, again: bool = False) -> Iterator[None]:
         """Around the run of a chunk; `again`: it does what an earlier one did."""
         known = self._before or (self._before_chunk.get(chunk) if again else None)
-        now = library_rng_state() if known is not None or not again else None
+        now = library_rng_state(whole=not self._has_run) if known is not None or not again else None
         if known is not None:
             set_library_rng_state(known)
         try:
@@ -296,7 +296,7 @@ class DrawnNumbers:
         finally:
             if known is not None and now is not None:
                 set_library_rng_state(now)
-            elif now is not None and not same_library_rng_state(now, library_rng_state()):
+            elif now is not None and not same_library_rng_state(now, library_rng_state(whole=False)):
                 # Most loss functions draw nothing; then there is nothing to do for later chunks.
                 self._before_chunk[chunk] = now
                 if not self._has_run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,11 @@ from fold3d.sharding.split import SequenceSplit
 from fold3d.stage.loss_reads import ShardReads
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.sub_pipeline import SubPipeline
-from fold3d.tensor_parallel.kept_sums import KeptRun, KeptSums
+from fold3d.tensor_parallel.kept_exchanges import KeptExchanges, KeptRun
+from fold3d.tensor_parallel.region import Exchange, RegionOps
 from fold3d.tensor_parallel.slices import replace_leaf
 from fold3d.trace import Trace
 from fold3d.trace.module_results import Value
-
-
-class PartOps(Protocol):
-    """Of a tensor-parallel group; gradients flow through."""
-
-    size: int
-
-    def scatter_to_sequence_region(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's part along `dim` of `x`, the same on every rank; the gradient is gathered."""
-
-    def gather_from_region(self, x: Tensor, dim: int) -> Tensor:
-        """Returns everybody's `x`, one after the other along `dim`; the gradient, the same on every rank, is parted."""
 
 
 class BorderParts:
@@ -47,7 +36,7 @@ class BorderParts:
         trace: Trace,
         ranges: Sequence[tuple[int, int]],
         widths: set[int],
-        ops: PartOps,
+        ops: RegionOps,
         sequence: Mapping[str, SequenceSplit] | None = None,
     ) -> None:
         """Args:
@@ -80,15 +69,16 @@ class BorderParts:
                 "with tp > 1 all calls of the model must need the same. Ask for the same outputs in all, or set tp=1"
             )
         return [
-            self._ops.scatter_to_sequence_region(tensor, -1) if parted else tensor
+            self._ops.exchange(tensor, Exchange.scatter(-1, tensor.shape[-1])) if parted else tensor
             for tensor, parted in zip(tensors, self._parted[chunk], strict=True)
         ]
 
     def receive(self, chunk: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns what the chunk before this one returned; all ranks of the group call."""
+        size = self._ops.size
         return [
-            self._ops.gather_from_region(tensor, -1) if parted else tensor
-            for tensor, parted in zip(tensors, self._parted[chunk - 1], strict=True)
+            self._ops.exchange(x, Exchange.gather(-1, x.shape[-1] * size, sums=False)) if parted else x
+            for x, parted in zip(tensors, self._parted[chunk - 1], strict=True)
         ]
 
 
@@ -117,17 +107,17 @@ class ShardedChunk:
         index: int,
         parts: BorderParts | None,
         sub: SubPipeline,
-        sums: KeptSums,
+        kept: KeptExchanges,
         reads: ShardReads,
         in_halves: Callable[[], bool],
     ) -> None:
         """Args:
         parts: None where nothing travels between stages.
-        sums: what its modules communicate by.
+        kept: what its modules exchange.
         in_halves: whether micro-batches of the step under way run in halves.
         """
         self._index, self._parts, self._sub, self._in_halves = index, parts, sub, in_halves
-        self._sums, self._reads = sums, reads
+        self._kept, self._reads = kept, reads
         self._first: KeptRun | None = None
         self._repeated: KeptRun | None = None
 
@@ -136,7 +126,7 @@ class ShardedChunk:
         """Around a run that is repeated later: what it gets from the other ranks is kept in `run`."""
         self._first = run
         try:
-            with self._sums.first(run):
+            with self._kept.first(run):
                 yield
         finally:
             self._first = None
@@ -146,7 +136,7 @@ class ShardedChunk:
         """Around the run that repeats it."""
         self._repeated = run
         try:
-            with self._sums.again(run):
+            with self._kept.again(run):
                 yield
         finally:
             self._repeated = None

@@ -20,7 +20,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import unwrap
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,9 @@ from fold3d.stage.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCall, r
 from fold3d.stage.recompute import recomputed
 from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
-from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, function_around, group_of_checkpoint
+from fold3d.tensor_parallel.checkpoints import CheckpointMemory, function_around
 from fold3d.tensor_parallel.whole_results import behind_blocks, plain_parts
+from fold3d.torch_private import in_backward, saving_hook
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.shape_only import ShapeOnly
@@ -82,9 +82,9 @@ class SplitModel:
         self._slot = CurrentForward()  # the same run, for forwards in C++
         self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
         self._generators = [torch.default_generator]
-        # What a module that did not run itself returned inside a checkpoint of the user's own code, by the
-        # checkpoint's frame: it must return the same when backward runs that code again.
-        self._replaced: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        # What a module that did not run itself returned inside a checkpoint of the user's own code, by its name: it
+        # must return the same when backward runs that code again.
+        self._replaced = CheckpointMemory()
         self._ends: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue, *trace.skipped)))
@@ -213,28 +213,28 @@ class SplitModel:
         device, output = inputs[0].device if inputs else self._device, None
         with self._busy(), at_home(device):
             found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
-        with self._busy(), at_home(device), loss.inside((blocks, last)):
-            run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
-            try:
-                self._foreign.begin(run, is_users=loss.is_users)
-                self._run = run
-                self._slot.begin(run, run.alike)
-                output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
-            except ChunkExit as leave:
-                if leave.owner is not self:
-                    raise
-            except (RuntimeError, NotImplementedError) as error:
-                if not _is_of_missing(error):
-                    raise
-                raise SplitError(
-                    f"the chunk of blocks {run.lo} to {run.hi - 1} read a parameter that belongs to another "
-                    f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
-                    f"a training batch. The forward must run the blocks {_AS_RECORDED}"
-                ) from error
-            finally:
-                self._slot.end()  # first: blocks that are skipped without a run would be so silently
-                self._run = None
-                self._foreign.end()
+            with loss.inside((blocks, last)):
+                run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
+                try:
+                    self._foreign.begin(run, is_users=loss.is_users)
+                    self._run = run
+                    self._slot.begin(run, run.alike)
+                    output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
+                except ChunkExit as leave:
+                    if leave.owner is not self:
+                        raise
+                except (RuntimeError, NotImplementedError) as error:
+                    if not _is_of_missing(error):
+                        raise
+                    raise SplitError(
+                        f"the chunk of blocks {run.lo} to {run.hi - 1} read a parameter that belongs to another "
+                        f"chunk: {error}. The recording did not see that read: pass an `example` with all keys of "
+                        f"a training batch. The forward must run the blocks {_AS_RECORDED}"
+                    ) from error
+                finally:
+                    self._slot.end()  # first: blocks that are skipped without a run would be so silently
+                    self._run = None
+                    self._foreign.end()
         self._last_run = run if last else None
         if last and run.position != run.hi:
             raise SplitError(
@@ -366,7 +366,7 @@ class SplitModel:
         return output
 
     def _leave_late(self, run: ChunkRun, name: str) -> None:
-        if run.checkpoint is not None and group_of_checkpoint() is run.checkpoint:
+        if run.checkpoint is not None and saving_hook() is run.checkpoint:
             raise SplitError(
                 "one torch.utils.checkpoint call of the model covers both block "
                 f"'{self._trace.blocks[run.hi - 1]}' and '{name}', so the model cannot be cut between "
@@ -497,13 +497,14 @@ class SplitModel:
     ) -> Any:
         """Called with no chunk running: by the user, or by backward through a checkpoint of the user's own
         code."""
-        if torch._C._current_graph_task_id() == -1:  # not in backward
+        if not in_backward():
             refuse_part(f"its module '{name}'")
             return original(*args, **kwargs)
         seed = seeding.carried()
         if seed is not None:
             reseed(self._generators, seed_inside(seed, enter))
-        replaced = self._replaced.get(frame_of_checkpoint(), {}) if self._replaced else {}
+        here = self._replaced.run()
+        replaced = {} if here is None else here.values
         try:
             output = replaced[name] if name in replaced else original(*args, **kwargs)
         except BaseException:
@@ -517,10 +518,10 @@ class SplitModel:
     def _replace(self, run: ChunkRun, name: str, output: Any) -> Any:
         """Returns `output`, which stands for what module `name` would return; remembers it for
         checkpoints."""
-        if run.with_grad and group_of_checkpoint() is not run.outer_checkpoint:
-            frame = frame_of_checkpoint()
-            if frame is not None:
-                self._replaced.setdefault(frame, {})[name] = output
+        if run.with_grad and saving_hook() is not run.outer_checkpoint:
+            here = self._replaced.run()
+            if here is not None:
+                here.values[name] = output
         return output
 
     def _use_outer(self, names: Sequence[str]) -> None:

@@ -18,8 +18,8 @@ from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues
 from fold3d.stage.split_model import SplitModel
+from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
-from fold3d.tensor_parallel.turning_ops import TurningOps
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
 
@@ -128,7 +128,7 @@ class SubPipeline:
         index: int,
         model: nn.Module,
         split: Callable[[], SplitModel],
-        ops: TurningOps,
+        group: TensorParallelGroup,
         *,
         shares_sequence: bool = False,
     ) -> None:
@@ -137,7 +137,7 @@ class SubPipeline:
         shares_sequence: whether regions begin with an exchange, too.
         """
         self._most = 3 if shares_sequence else 2
-        self._index, self._model, self._make, self._ops = index, model, split, ops
+        self._index, self._model, self._make, self._group = index, model, split, group
         self._split: SplitModel | None = None
         self._joined: dict[Form, list[bool]] = {}
         """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
@@ -221,14 +221,14 @@ class SubPipeline:
 
         def one(number: int) -> list[Tensor]:
             if number == 1 and len(parts) > 2:
-                self._ops.turns.hand_over()
+                self._group.turns.hand_over()
             part = ModelCall(call.module, (), parts[number].inputs)
             with modes[number] if self._draws else contextlib.nullcontext():
                 return split.body(self._index, micro_batch.loss, list(inputs[number]), micro_batch.key, part)
 
-        self._ops.begin()
+        self._group.begin_turns()
         functions = [lambda number=number: one(number) for number in range(len(parts))]
-        results = self._ops.turns.run(functions, [split], self._generators)
+        results = self._group.turns.run(functions, [split], self._generators)
         self._draws = any(mode.used for mode in modes)
         return results
 

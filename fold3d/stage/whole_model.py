@@ -14,6 +14,7 @@ from fold3d import seeding
 from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.recompute import Checkpoints
+from fold3d.torch_private import in_backward
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.blocks import outer_modules
 
@@ -205,4 +206,4 @@ class _Ends:
 
 def _seed_in_backward() -> int | None:
     """Returns the chain's seed that a checkpoint of the user's own code restored to run modules again in backward."""
-    return seeding.carried() if torch._C._current_graph_task_id() != -1 else None
+    return seeding.carried() if in_backward() else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fold3d.tensor_parallel.random_draws import ShardDraws
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import COPY, RegionOps
 
 
 class BlockCall:
@@ -72,7 +72,7 @@ class BlockCall:
         for known, with_grad, copied in self._entered:
             if known() is x and with_grad:
                 return copied
-        copied = self._ops.copy_to_region(x)
+        copied = self._ops.exchange(x, COPY)
         self._entered.append((weakref.ref(x), True, copied))
         return copied
 

@@ -1,55 +1,72 @@
-"""What to know about an activation checkpoint of torch's, or of the user's code, from the code inside of it."""
+"""CheckpointMemory: what code in an activation checkpoint must find again when backward runs it once more."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-import weakref
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-import torch
-from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+from torch.utils.checkpoint import CheckpointFunction
+
+from fold3d.torch_private import checkpoint_around, functions_around
+
+T = TypeVar("T")
 
 
-def frame_of_checkpoint() -> object | None:
-    """Returns the frame of the non-reentrant torch.utils.checkpoint in which the caller runs, None outside of
-    one.
+@dataclass(slots=True)
+class CheckpointRun:
+    """One run of a checkpoint's code: its forward, or one of its runs in backward."""
 
-    It is the same object in the forward of the checkpointed code and when backward runs that code again.
-    torch has no public way to ask for it; the frame is in the closure of the hook that the checkpoint
-    installs.
+    again: bool
+    """Whether backward runs it."""
+    values: dict[Hashable, Any]
+    """What was kept in the checkpoint, in any run of it."""
+    calls: int = 0
+    """How often `CheckpointMemory.count` was called in it."""
+
+
+class CheckpointMemory:
+    """Values of one owner, by the innermost torch.utils.checkpoint in which they were kept. They go with its graph.
+
+    A reentrant checkpoint keeps nothing: in it there is no graph.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return None
-    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        content = cell.cell_contents
-        if isinstance(content, weakref.ref):
-            content = content()
-        if isinstance(content, _CheckpointFrame):
-            return content
-    return None
 
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
+        self._runs: WeakKeyDictionary[Any, CheckpointRun] = WeakKeyDictionary()
 
-def group_of_checkpoint() -> object:
-    """Returns an object that is the same throughout the innermost saved-tensor hooks (such as a checkpoint);
-    None outside."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]
+    def run(self) -> CheckpointRun | None:
+        """Returns the run in which the caller is; None outside of a checkpoint."""
+        here = checkpoint_around()
+        if here is None:
+            return None
+        run = self._runs.get(here.run)
+        if run is None:
+            run = self._runs[here.run] = CheckpointRun(here.again, self._values.setdefault(here.frame, {}))
+        return run
+
+    def recall(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` returns; where backward runs a checkpoint again, what it returned for `key` before."""
+        run = self.run()
+        if run is None:
+            return make()
+        if not run.again or key not in run.values:
+            run.values[key] = make()
+        value: T = run.values[key]
+        return value
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks
-    the stack."""
-    return CheckpointFunction in _functions_around()
+    """Returns whether the caller runs inside the forward of a reentrant torch.utils.checkpoint. Slow: walks the
+    stack."""
+    return CheckpointFunction in functions_around()
 
 
 def function_around() -> str:
     """Returns which torch.autograd.Function the caller runs in the forward of, why that cannot be cut, and what to do
     instead; "" outside of one. Slow, as `in_reentrant_checkpoint`."""
-    for function in _functions_around():
+    for function in functions_around():
         if function is CheckpointFunction:
             return (
                 "a reentrant torch.utils.checkpoint, through which no gradient reaches another chunk. Pass "
@@ -60,12 +77,3 @@ def function_around() -> str:
             "own way, so that none reaches another chunk. Such a model trains in one piece: pp=1, segments=1."
         )
     return ""
-
-
-def _functions_around() -> Iterator[type]:
-    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is code:
-            yield frame.f_locals["cls"]
-        frame = frame.f_back

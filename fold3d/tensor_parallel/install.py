@@ -14,16 +14,17 @@ from torch.utils._pytree import tree_map_only
 
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.sharding.shard import Shard
+from fold3d.sharding.shard import Shard, indices_of
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult, Path, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
 from fold3d.tensor_parallel.random_draws import ShardRandom
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
-from fold3d.tensor_parallel.slices import gather_part, indices_of, paths_of, replace_argument, replace_leaf, take_part
+from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argument, replace_leaf, take_part
 from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
+from fold3d.torch_private import in_backward
 from fold3d.trace.wrappers import replace_attributes, wrap
 
 
@@ -50,7 +51,7 @@ class InnerParts:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            if torch._C._current_graph_task_id() != -1:  # computed again: nobody is handed it
+            if in_backward():  # computed again: nobody is handed it
                 return output
             if is_block:
                 return self._lazily(output, ways, unknown)
@@ -197,7 +198,7 @@ class _Installer:
         self.linear_entries: dict[str, nn.Module] = {}
         """Entries whose products may be computed before they are called."""
         self._sequence = sequence
-        self._leave = ops.reduce_from_region if sequence is None else sequence.leave
+        self._leave = (lambda y: ops.exchange(y, REDUCE)) if sequence is None else sequence.leave
         self._block = block
         self._split = split
         self._rank = rank
@@ -276,7 +277,7 @@ class _Installer:
             if not y.requires_grad:
                 return y
             whole = len(channels) == y.shape[-1]
-            return ops.copy_to_region(y, None if whole else channels.to(y.device))
+            return ops.exchange(y, Exchange.copy(-1, None if whole else channels.to(y.device)))
 
         return forward
 
@@ -391,11 +392,11 @@ class _Hub:
             return weight
         here, places = self._here.to(weight.device), self._places.to(weight.device)
         if self._everybody:
-            return self._ops.copy_weight(weight, self._dim, here)
+            return self._ops.exchange(weight, Exchange.copy(self._dim, here))
         shape = [*weight.shape[: self._dim], self._common, *weight.shape[self._dim + 1 :]]
         common = weight.new_zeros(shape).index_copy(self._dim, places, weight.index_select(self._dim, here))
         everything = torch.arange(self._common, device=weight.device)
-        common = self._ops.copy_weight(common, self._dim, everything)
+        common = self._ops.exchange(common, Exchange.copy(self._dim, everything))
         return weight.index_copy(self._dim, here, common.index_select(self._dim, places))
 
 

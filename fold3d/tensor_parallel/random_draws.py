@@ -6,11 +6,12 @@ states. It costs numbers drawn for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 from fold3d import seeding
 from fold3d._C import reseed, seed_inside
 from fold3d.errors import Fold3dError
-from fold3d.sharding.shard import even_part
-from fold3d.sharding.split import Draw
-from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint, in_reentrant_checkpoint
-from fold3d.tensor_parallel.slices import indices_of
+from fold3d.sharding.shard import Slices, even_part
+from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
+from fold3d.torch_private import checkpoint_around, run_again_within
 
 Size = tuple[int, ...]
 
@@ -39,9 +39,10 @@ class PartialDraws(TorchFunctionMode):
         super().__init__()
         self.number = 0
         """How many draws there were; an activation checkpoint runs again from the number that it began with."""
-        self._frames: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._memory = CheckpointMemory()
         self._with_grad = torch.is_grad_enabled()
-        self._around = frame_of_checkpoint()  # a checkpoint around all of this: who runs it again makes another mode
+        around = checkpoint_around()
+        self._around = None if around is None else around.frame  # who runs that one again makes another mode
 
     def whole(self, size: Size) -> Size | None:
         """Returns the size for the whole of a part that is to be drawn; None where it is drawn as it is."""
@@ -71,26 +72,26 @@ class PartialDraws(TorchFunctionMode):
     def _follow_checkpoint(self) -> None:
         """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators
         for it, and autocast, but no function modes."""
-        frame: Any = frame_of_checkpoint()
-        if frame is None:
+        here, run = checkpoint_around(), self._memory.run()
+        if here is None or run is None:
             # Not one around all of this, see above.
             if self._with_grad and not torch.is_grad_enabled() and in_reentrant_checkpoint():
                 raise RedrawError(
                     "it draws random numbers in a reentrant torch.utils.checkpoint (use_reentrant=False would do)"
                 )
-        elif frame is not self._around and frame not in self._frames and torch._C._current_graph_task_id() == -1:
-            first = self._frames[frame] = self.number
-            again = frame.recompute_fn
+        elif here.frame is not self._around and not run.again and not run.values:
+            run.values["first"] = self.number
+            run_again_within(here.frame, partial(self._from, self.number))
 
-            def under_mode(*args: Any, **named: Any) -> Any:
-                before, self.number = self.number, first
-                try:
-                    with self:
-                        return again(*args, **named)
-                finally:
-                    self.number = before
-
-            frame.recompute_fn = under_mode
+    @contextlib.contextmanager
+    def _from(self, first: int) -> Iterator[None]:
+        """Around a run of a checkpoint that begins with draw `first`."""
+        before, self.number = self.number, first
+        try:
+            with self:
+                yield
+        finally:
+            self.number = before
 
 
 def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -192,14 +193,13 @@ class ShardRandom(PartialDraws):
     whose units it is for. Outside of regions all ranks compute the same, and draw it as it is.
     """
 
-    def __init__(self, draws: Sequence[Draw | None], rank: int, in_region: Callable[[], bool]) -> None:
+    def __init__(self, draws: Sequence[Slices | None], rank: int, in_region: Callable[[], bool]) -> None:
         """Args:
         in_region: whether what runs is computed by each rank for its share of units.
         """
         super().__init__()
         self._draws, self._rank, self._in_region = draws, rank, in_region
-        self._taken: Draw | None = None
-        self._times = 1
+        self._taken: Slices | None = None
 
     def whole_of(self, size: Size, number: int) -> Size | None:
         if number >= len(self._draws):
@@ -208,13 +208,12 @@ class ShardRandom(PartialDraws):
         draw = self._draws[number]
         if draw is None:
             return None
-        mine = sum(end - first for first, end in draw.parts[self._rank])
-        times, rest = divmod(size[draw.dim], mine) if draw.dim < len(size) else (0, 1)
+        times, rest = divmod(size[draw.dim], draw.length(self._rank)) if draw.dim < len(size) else (0, 1)
         if rest:
             self._refuse_inside(size, number)
             return None
-        self._taken, self._times = draw, times
-        return (*size[: draw.dim], times * draw.whole, *size[draw.dim + 1 :])
+        self._taken = draw
+        return (*size[: draw.dim], times * draw.size, *size[draw.dim + 1 :])
 
     def _refuse_inside(self, size: Size, number: int) -> None:
         if self._in_region():
@@ -226,17 +225,12 @@ class ShardRandom(PartialDraws):
             )
 
     def part(self, drawn: Tensor) -> Tensor:
-        draw, times = self._taken, self._times
-        assert draw is not None, "`whole` returned a size"
-        apart = drawn
-        dim, runs = draw.dim + (times > 1), draw.parts[self._rank]
-        if times > 1:
-            apart = drawn.reshape(*drawn.shape[: draw.dim], times, draw.whole, *drawn.shape[dim:])
-        if len(runs) == 1:
-            taken = apart.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
-        else:
-            taken = apart.index_select(dim, indices_of(runs, drawn.device))
-        return taken.flatten(dim - 1, dim) if times > 1 else taken
+        assert self._taken is not None, "`whole` returned a size"
+        return self._taken.take(drawn, self._rank)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        assert self._taken is not None, "`whole` returned a size"
+        self._taken.put(whole, part, self._rank)
 
 
 class RowsRandom(PartialDraws):

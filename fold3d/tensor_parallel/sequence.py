@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,13 @@ from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
 from fold3d.sharding.split import Gathering, Path, SequenceSplit
 from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
-from fold3d.tensor_parallel.checkpoints import frame_of_checkpoint
+from fold3d.tensor_parallel.checkpoints import CheckpointMemory
 from fold3d.tensor_parallel.linear import factor, is_fusable
 from fold3d.tensor_parallel.random_draws import RowsRandom
 from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
 from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
+from fold3d.torch_private import in_backward, storage_key
 from fold3d.trace.wrappers import wrap
 
 
@@ -39,7 +39,7 @@ class SequenceLength:
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
         self._now: int | None = None
-        self._of_checkpoints: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._memory = CheckpointMemory()
         self._of_storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._by_rows: dict[int, set[int]] = {}
 
@@ -59,20 +59,19 @@ class SequenceLength:
         Raises: Fold3dError when a part of a block in a reentrant checkpoint runs again and sequences of several lengths
             were seen.
         """
-        frame = frame_of_checkpoint()
-        if torch._C._current_graph_task_id() == -1:
+        return self._memory.recall(None, lambda: self._found(rows, given, known))
+
+    def _found(self, rows: int | None, given: Tensor | None, known: int | None) -> int:
+        """Does what `of` does where no checkpoint knows."""
+        if not in_backward():
             if self._now is None:
                 raise Fold3dError("a block ran before the first one of the model, which is given the whole sequence")
-            if frame is not None:
-                self._of_checkpoints[frame] = self._now
-            elif given is not None and not torch.is_grad_enabled():  # in a reentrant checkpoint, maybe
+            if given is not None and not torch.is_grad_enabled():  # in a reentrant checkpoint, maybe
                 self._keep(given, self._now)
             return self._now
-        if frame is not None and frame in self._of_checkpoints:
-            return self._of_checkpoints[frame]
         if known is not None:
             return known
-        if given is not None and (kept := self._of_storages.get(given.untyped_storage()._cdata)) is not None:
+        if given is not None and (kept := self._of_storages.get(storage_key(given))) is not None:
             return kept[1]
         lengths = set().union(*self._by_rows.values()) if rows is None else self._by_rows.get(rows, set())
         if len(lengths) != 1:
@@ -86,7 +85,7 @@ class SequenceLength:
     def _keep(self, given: Tensor, length: int) -> None:
         alive = {key: kept for key, kept in self._of_storages.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
         storage = given.untyped_storage()
-        self._of_storages = alive | {storage._cdata: (StorageWeakRef(storage), length)}  # type: ignore[no-untyped-call]
+        self._of_storages = alive | {storage_key(given): (StorageWeakRef(storage), length)}  # type: ignore[no-untyped-call]
 
 
 class BlockSequence:
@@ -146,7 +145,7 @@ class BlockSequence:
         hidden state, that of others what stands for it, unless it does already."""
         if self.split.ends:
             return replace_leaf(output, self.split.result, self.whole)
-        if is_behind_blocks() or torch._C._current_graph_task_id() != -1:  # whole, or computed again for gradients
+        if is_behind_blocks() or in_backward():  # whole, or computed again for gradients
             return output
 
         def lazily(part: Tensor) -> Tensor:

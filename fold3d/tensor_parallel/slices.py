@@ -8,14 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold3d.sharding.shard import Runs
+from fold3d.sharding.shard import indices_of
 from fold3d.sharding.split import Path, TensorSlice
-from fold3d.tensor_parallel.region import RegionOps
-
-
-def indices_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
-    """Returns the indices in runs, int64."""
-    return torch.cat([torch.arange(first, end, device=device) for first, end in runs] or [torch.arange(0)])
+from fold3d.tensor_parallel.region import REDUCE, RegionOps
 
 
 def paths_of(value: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
@@ -65,32 +60,17 @@ def take_part(x: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
 
     Raises: ValueError when its dimension is no multiple of what was recorded.
     """
-    length, dim = x.shape[sliced.dim], sliced.dim
-    if length == 1 and sliced.period > 1:
-        return x
-    if length % sliced.period:
-        raise ValueError(
-            f"argument {'.'.join(map(str, sliced.path))} has {length} elements along dimension {dim}, which is no "
-            f"multiple of {sliced.period} as where the model was recorded"
-        )
-    index = indices_of(sliced.parts[rank], x.device)
-    periods = x.reshape(*x.shape[:dim], -1, sliced.period, *x.shape[dim + 1 :])
-    return periods.index_select(dim + 1, index).flatten(dim, dim + 1)
-
-
-def spread_part(part: Tensor, sliced: TensorSlice, rank: int) -> Tensor:
-    """Returns the whole tensor of which a rank has its part, zero elsewhere: the sum over ranks is the tensor."""
-    dim = sliced.dim
-    index = indices_of(sliced.parts[rank], part.device)
-    spread = part.reshape(*part.shape[:dim], -1, len(index), *part.shape[dim + 1 :])
-    shape = [*spread.shape[: dim + 1], sliced.period, *spread.shape[dim + 2 :]]
-    holders = torch.zeros(sliced.period, device=part.device, dtype=part.dtype)
-    for runs in sliced.parts:
-        holders[indices_of(runs, part.device)] += 1
-    share = spread / holders[index].reshape([-1] + [1] * (spread.dim() - dim - 2))
-    return part.new_zeros(shape).index_copy(dim + 1, index, share).flatten(dim, dim + 1)
+    return x if x.shape[sliced.dim] == 1 and sliced.size > 1 else sliced.take(x, rank)
 
 
 def gather_part(part: Tensor, one: TensorSlice, rank: int, ops: RegionOps) -> Tensor:
-    """Returns the whole tensor of which each rank has its part; all call."""
-    return ops.reduce_from_region(spread_part(part, one, rank))
+    """Returns the whole tensor of which each rank has its part; all call. What several have each gives a share of."""
+    dim, index = one.dim, indices_of(one.parts[rank], part.device)
+    spread = part.reshape(*part.shape[:dim], -1, len(index), *part.shape[dim + 1 :])
+    holders = torch.zeros(one.size, device=part.device, dtype=part.dtype)
+    for runs in one.parts:
+        holders[indices_of(runs, part.device)] += 1
+    share = spread / holders[index].reshape([-1] + [1] * (spread.dim() - dim - 2))
+    shape = [*spread.shape[: dim + 1], one.size, *spread.shape[dim + 2 :]]
+    whole = part.new_zeros(shape).index_copy(dim + 1, index, share).flatten(dim, dim + 1)
+    return ops.exchange(whole, REDUCE)

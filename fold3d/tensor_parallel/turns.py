@@ -6,31 +6,15 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import greenlet
 import torch
-from torch._C import _autograd
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fold3d._C import swap_warning_handler
+from fold3d.torch_private import Depth, put_modes_on, take_modes_off
 
 T = TypeVar("T")
-
-
-class Depth(NamedTuple):
-    """How far the thread's stacks of modes reach."""
-
-    functions: int = 0
-    dispatches: int = 0
-    hooks: Any = None
-    """The topmost hooks for saved tensors."""
-
-    @classmethod
-    def now(cls) -> Depth:
-        """Returns that of this thread as it is."""
-        hooks = _autograd._top_saved_tensors_default_hooks(True)
-        return cls(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), hooks)
 
 
 class Switches:
@@ -85,40 +69,22 @@ class ThreadState:
         """
         self.switches = Switches([*kinds, *(generator.device.type for generator in generators)])
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        self._hooks, self._functions, self._dispatches = take_off(above or Depth())
+        self._modes = take_modes_off(above or Depth())
 
     def restore(self) -> None:
         """Makes the thread's modes what they were; what others have left on the thread is taken off."""
-        take_off(Depth())
+        take_modes_off(Depth())
         self.add()
         self.switches.restore()
 
     def add(self, *, generators: bool = True) -> Depth:
         """Puts hooks, function and dispatch modes on top of those that the thread has, and gives the random generators
-        the states they had, unless `generators` is False; returns what `take_off` takes."""
+        the states they had, unless `generators` is False; returns what `take_modes_off` takes."""
         above = Depth.now()
-        for hooks in reversed(self._hooks):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
-        for mode in reversed(self._functions):
-            torch._C._push_on_torch_function_stack(mode)
-        for mode in reversed(self._dispatches):
-            _push_mode(mode)
+        put_modes_on(self._modes)
         for generator, state in self._generators if generators else ():
             generator.set_state(state)
         return above
-
-
-def take_off(above: Depth) -> tuple[list[Any], list[Any], list[Any]]:
-    """Takes hooks, function and dispatch modes off the thread that are above; returns them."""
-    hooks: list[Any] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and top != above.hooks:
-        hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
-    functions = [
-        torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - above.functions)
-    ]
-    dispatches = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - above.dispatches)]
-    return hooks, functions, dispatches
 
 
 def switched(switch: Callable[..., T], *args: Any) -> T:

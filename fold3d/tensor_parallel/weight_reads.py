@@ -12,16 +12,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
+from fold3d.trace.wrappers import whole_shape
 
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_OF_TENSORS = vars(torch._C.TensorBase)
+_GRADIENT: Any = _OF_TENSORS["grad"].__get__
+
+_VALUES = {
+    *(Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose),
+    *(Tensor.is_nonzero, torch.is_nonzero, Tensor.__array__, Tensor.__contains__, Tensor.__bool__, Tensor.__float__),
+    *(Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+}
+"""What tells values of a tensor and returns none."""
+_SIZES = {_OF_TENSORS["shape"].__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel, Tensor.__len__}
+"""What tells how large it is."""
 
 
 class Reads(TorchFunctionMode):
-    """Takes down which parameters of a module something is computed from."""
+    """Takes down which parameters of a module something is computed from, and whether from any of other modules."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.parameters: set[str] = set()
+        self.others = False
         self._names = {id(one): name for name, one in module.named_parameters()}
 
     def __torch_function__(
@@ -29,22 +41,26 @@ class Reads(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves((args, kwargs)):
-            if id(one) in self._names and _computed(func, result, one):
+            if not isinstance(one, nn.Parameter) or not _computed(func, result, one):
+                continue
+            if id(one) in self._names:
                 self.parameters.add(self._names[id(one)])
+            elif one.requires_grad:
+                self.others = True
         return result
 
 
 class RefusedReads(TorchFunctionMode):
-    """Raises where something is computed from one of some parameters.
+    """Raises where something is computed from one of some parameters; tells how large the whole one is.
 
     Args:
         names: by the parameters' ids.
-        refuses: whether it is an error now; asked only where one of them is read.
+        refuses: whether it is an error now to read the one of this name; asked only where one is read.
         error: makes it, of the name and the parameter.
     """
 
     def __init__(
-        self, names: Mapping[int, str], refuses: Callable[[], bool], error: Callable[[str, Tensor], Exception]
+        self, names: Mapping[int, str], refuses: Callable[[str], bool], error: Callable[[str, Tensor], Exception]
     ) -> None:
         super().__init__()
         self._names, self._refuses, self._error = names, refuses, error
@@ -53,9 +69,11 @@ class RefusedReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        read = next((one for one in tree_leaves((args, kwargs)) if id(one) in self._names), None)
-        if read is None or not self._refuses():
+        read = next((one for one in tree_leaves((args, kwargs)) if self._is_refused(one)), None)
+        if read is None:
             return func(*args, **kwargs)
+        if func in _SIZES:
+            return func(torch.empty(whole_shape(read), device="meta"), *args[1:], **kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception as error:  # such as a product with what has the shape of the whole weight
@@ -64,9 +82,14 @@ class RefusedReads(TorchFunctionMode):
             raise self._error(self._names[id(read)], read)
         return result
 
+    def _is_refused(self, one: Any) -> bool:
+        return id(one) in self._names and self._refuses(self._names[id(one)])
+
 
 def _computed(func: Any, result: Any, read: Any) -> bool:
-    return func != _GRADIENT and any(isinstance(one, Tensor) and one is not read for one in tree_leaves(result))
+    if func == _GRADIENT:
+        return False
+    return func in _VALUES or any(isinstance(one, Tensor) and one is not read for one in tree_leaves(result))
 
 
 class Unproved:
@@ -99,7 +122,7 @@ class Unproved:
         if not self._names:
             return nullcontext()
         return RefusedReads(
-            self._names, self._has_parts, lambda name, _: self._error(f"its parameter {name!r} is read")
+            self._names, lambda _: self._has_parts(), lambda name, _: self._error(f"its parameter {name!r} is read")
         )
 
     def _refuse(self, name: str) -> Callable[..., None]:

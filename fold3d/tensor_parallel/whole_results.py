@@ -5,7 +5,6 @@ logits.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.checkpoint import detach_variable
 
+from fold3d.torch_private import is_called_by_detach_variable
 from fold3d.trace.arguments import ancestors
 
 PutTogether = Callable[[Tensor], Tensor]
@@ -117,7 +116,7 @@ class LazyWhole(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 if func(*args, **(kwargs or {})) is args[0]:
                     return args[0]
-        if func is Tensor.detach and sys._getframe(1).f_code is detach_variable.__code__:  # of a reentrant checkpoint
+        if func is Tensor.detach and is_called_by_detach_variable(2):  # of a reentrant checkpoint
             return args[0].latest().detach()
         args, kwargs = tree_map_only(LazyWhole, LazyWhole.whole, (args, kwargs or {}))
         return func(*args, **kwargs)

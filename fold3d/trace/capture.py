@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -12,24 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
 from fold3d.device import library_rng_state, same_library_rng_state
 from fold3d.errors import TraceError
-from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
+from fold3d.trace.arguments import Form, form_of, loss_in
 from fold3d.trace.batches import is_transformers_model, synthetic_example
 from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
-from fold3d.trace.caches import apart_from_caches
 from fold3d.trace.graph import CallTree, trace_graph
-from fold3d.trace.known_values import Decisions
 from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
 from fold3d.trace.module_results import TreeStructure
 from fold3d.trace.recorder import Recorder
-from fold3d.trace.without_values import NEEDS_VALUES, WholeAttention, WithoutMemory, WithoutValues
-from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape
+from fold3d.trace.shadow import Shadow, shadow_of
+from fold3d.trace.without_values import NEEDS_VALUES, WholeAttention, WithoutMemory
 
 _NOT_THE_MODELS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
@@ -66,9 +61,9 @@ def trace(
             raise no_blocks(model)
         return found
     given = example_for(model) if example is None else example
-    shadow = Shadow(model, given)
-    tree = CallTree(shadow.model)
-    shadow.run(tree)
+    with shadow_of(model) as shadow:
+        tree = CallTree(shadow.model)
+        run_forward(shadow, given, tree)
     return trace_graph(model, tree, lambda units: trace_call(model, units, given), chunks)
 
 
@@ -88,9 +83,10 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], 
     Args:
         skips: some of the blocks need not run, in any forward that decides by its arguments alone.
     """
-    shadow = Shadow(model, example)
     drawn = library_rng_state()
-    recorder, kept = _record(shadow, blocks, example)
+    with shadow_of(model) as shadow:
+        recorder, kept = _record(shadow, blocks, example)
+        decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
     if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
         said = (
@@ -107,7 +103,7 @@ def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], 
             "layerdrop), or choose other blocks with the setting `blocks`."
         )
     found = _summarise(model, recorder, form_of(example), kept, tuple(missing))
-    return replace(found, decisions=shadow.decisions(), converted=_converted(model, shadow.model))
+    return replace(found, decisions=decisions, converted=converted)
 
 
 def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, dict[str, int]]:
@@ -121,7 +117,7 @@ def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tup
         loss = loss_in(result) if only_loss else None
         recorder.read_result(result if loss is None else loss)
 
-    shadow.run(recorder, read)
+    run_forward(shadow, example, recorder, read)
     kept = [(name, tensor) for name, tensor in attributes(shadow.model) if id(tensor) not in before]
     for name, tensor in kept:
         recorder.note_kept(name, tensor)
@@ -141,62 +137,38 @@ def _converted(model: nn.Module, after: nn.Module) -> tuple[tuple[str, torch.dty
     return tuple((name, dtype) for name, dtype in pairs if name in before and before[name].dtype != dtype)
 
 
-class Shadow:
-    """A copy of a model whose tensors have shapes but no values, in training mode, and a call of it.
+def run_forward(
+    shadow: Shadow,
+    example: Mapping[str, Any],
+    watch: TorchDispatchMode,
+    result: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Runs the forward while `watch` is told of every operation, and hands over what it returned.
 
-    Attributes:
-        model: the copy; hooks on it are called by `run`.
+    Raises: TraceError when the forward cannot run without values; what `watch` and `result` raise of it.
     """
-
-    def __init__(self, model: nn.Module, example: Mapping[str, Any]) -> None:
-        """Args:
-        example: arguments of the forward, see `trace`.
-        """
-        self._mode = WithoutValues()
-        self.model = fake_copy(model, self._mode).train()
-        for module in self.model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                setattr(module, "gradient_checkpointing", False)  # noqa: B010 (no Tensor and no Module)
-        self._example = example
-
-    def run(self, watch: TorchDispatchMode, result: Callable[[Any], None] | None = None) -> None:
-        """Runs the forward while `watch` is told of every operation, and hands over what it returned.
-
-        Raises: TraceError when the forward cannot run without values; what `watch` and `result` raise of it.
-        """
-        example, mode = self._example, self._mode
-        kwargs = {k: tree_map_only(Tensor, lambda tensor: fake(tensor, mode), v) for k, v in example.items()}
-        mode.known.give(kwargs, example)
-        called = example.called(self.model) if isinstance(example, Arguments) else self.model
-        if "use_cache" in inspect.signature(called.forward).parameters:
-            kwargs.setdefault("use_cache", False)
-        try:
-            with apart_from_caches(self.model), mode, torch.no_grad(), watch, WithoutMemory(), WholeAttention():
-                returned = called(**kwargs)
-                if result is not None:
-                    result(returned)
-        except TraceError:
-            raise
-        except NEEDS_VALUES as error:
-            tried = f" The block could not be run by itself to find out: {error.__cause__}." if error.__cause__ else ""
-            raise TraceError(
-                f"{type(self.model).__name__} could not be recorded: {place_of(error)} decides what to compute by a "
-                f"value ({error}) that does not follow from the batch alone, but from weights, a buffer, a number "
-                f"drawn at random (such as layerdrop) or an example without values.{tried} Switch that off, pass as "
-                "`example` a batch with values, or set pp=1 and segments=1."
-            ) from error
-        except Exception as error:
-            raise TraceError(
-                f"{type(self.model).__name__} could not be recorded: its forward failed on the example "
-                f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
-                f"{type(error).__name__}: {error}. If the model says so with pp=1 and segments=1, too, mend that first "
-                "(its configuration, or the batch); else check that `example` has the keys and shapes of a training "
-                "batch: the forward is run on tensors without the values of weights."
-            ) from error
-
-    def decisions(self) -> Decisions:
-        """Returns what the forward read of the example's values."""
-        return self._mode.known.decisions()
+    arguments = shadow.arguments(example)
+    try:
+        with shadow.running(), torch.no_grad(), watch, WithoutMemory(), WholeAttention():
+            result(shadow.call(arguments))
+    except TraceError:
+        raise
+    except NEEDS_VALUES as error:
+        tried = f" The block could not be run by itself to find out: {error.__cause__}." if error.__cause__ else ""
+        raise TraceError(
+            f"{type(shadow.model).__name__} could not be recorded: {place_of(error)} decides what to compute by a "
+            f"value ({error}) that does not follow from the batch alone, but from weights, a buffer, a number "
+            f"drawn at random (such as layerdrop) or an example without values.{tried} Switch that off, pass as "
+            "`example` a batch with values, or set pp=1 and segments=1."
+        ) from error
+    except Exception as error:
+        raise TraceError(
+            f"{type(shadow.model).__name__} could not be recorded: its forward failed on the example "
+            f"{ {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in example.items()} } with "
+            f"{type(error).__name__}: {error}. If the model says so with pp=1 and segments=1, too, mend that first "
+            "(its configuration, or the batch); else check that `example` has the keys and shapes of a training "
+            "batch: the forward is run on tensors without the values of weights."
+        ) from error
 
 
 def place_of(error: BaseException) -> str:
@@ -216,60 +188,6 @@ def attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, Tensor):
                         yield f"{name}.{attribute}".lstrip("."), leaf
-
-
-def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
-    """Returns a copy of `model` with fake tensors on `device` as parameters, buffers and attributes.
-
-    It has no hooks of the user's: they would keep, print or count what no training has computed.
-    """
-    memo: dict[int, Any] = {}
-    frozen: list[nn.Parameter] = []
-    for module in model.modules():
-        memo.update((id(hook), hook) for hook in users_hooks(module))  # of objects that may be too large to copy
-        tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = memo[id(tensor)] = fake(tensor, mode, device)
-                if isinstance(made, nn.Parameter) and not made.requires_grad and made.is_floating_point():
-                    made.requires_grad_()  # a copy's `__setstate__` may give it hooks
-                    frozen.append(made)
-    try:
-        shadow = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise TraceError(
-            f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
-            "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
-        ) from error
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    drop_wrappers(shadow)
-    for module in shadow.modules():
-        drop_hooks(module, is_users)
-    return shadow
-
-
-def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
-    """Returns a tensor like `tensor` without values; a parameter for a parameter, whole where that holds a part."""
-    made = without_values(tensor, mode, device)
-    if isinstance(tensor, nn.Parameter):
-        made.requires_grad_(tensor.requires_grad)
-        made._is_param = True  # all that nn.Parameter does to such a tensor, after a copy
-    return made
-
-
-def without_values(tensor: Tensor, mode: FakeTensorMode, device: torch.device | str = "cpu") -> Tensor:
-    """Returns a tensor like `tensor` that has neither values nor gradients; see `fake`.
-
-    It is made as FakeTensorMode makes the result of torch.empty, without a dispatch: giant models have thousands.
-    """
-    whole = whole_shape(tensor)
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # whatever is recorded meanwhile
-        if whole == tensor.shape:
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        else:
-            shape = torch.empty(whole, dtype=tensor.dtype, device="meta")
-        return FakeTensor(mode, shape, torch.device(device))
 
 
 def _summarise(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
+from fold3d.torch_private import wrap_call
 from fold3d.trace.module_results import TreeStructure, Value
 
 
@@ -87,7 +88,6 @@ class HookedResults:
 
     def _follow(self, name: str, module: nn.Module) -> None:
         forward: Callable[..., Any] = module.forward
-        call: Callable[..., Any] = module._call_impl
         by_hooks: list[bool] = []  # whether hooks follow on the forward that is about to run
         shown: list[tuple[Any, Any]] = []
 
@@ -104,19 +104,22 @@ class HookedResults:
             shown.append((copies, output))
             return copies
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._running is None or not module._forward_hooks:
-                return call(*args, **kwargs)
-            by_hooks.append(True)
-            before = len(shown)
-            result = call(*args, **kwargs)
-            if len(shown) == before:
-                return result
-            copies, output = shown.pop()
-            return output if result is copies else result  # a hook may have put something else in its place
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                if self._running is None or not module._forward_hooks:
+                    return call(*args, **kwargs)
+                by_hooks.append(True)
+                before = len(shown)
+                result = call(*args, **kwargs)
+                if len(shown) == before:
+                    return result
+                copies, output = shown.pop()
+                return output if result is copies else result  # a hook may have put something else in its place
+
+            return called
 
         module.forward = run
-        module._call_impl = called  # type: ignore[method-assign]
+        wrap_call(module, around)
 
     def _copied(self, name: str, number: int, place: int, given: tuple[int, ...], output: Any) -> Any:
         assert self._running is not None

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fold3d.torch_private import storage_key
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -172,7 +174,7 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return None
         found = vars(tensor).get(_VALUE)
-        if found is None or found[0].untyped_storage()._cdata in self._lost:
+        if found is None or storage_key(found[0]) in self._lost:
             return None
         value: Tensor = found[0]
         return value
@@ -197,7 +199,7 @@ class KnownValues:
         """`values` are those of `result`, which the operation has returned."""
         # First: the result may be an argument.
         own_args, own_kwargs = tree_map_only(Tensor, self._named, (args, dict(kwargs)))
-        writes = {_value_of(leaf).untyped_storage()._cdata for leaf in self._written(func, args, kwargs)}
+        writes = {storage_key(_value_of(leaf)) for leaf in self._written(func, args, kwargs)}
         refs: list[Ref | None] = []
         for value, tensor in zip(tree_leaves(values), tree_leaves(result), strict=True):
             ref = None
@@ -228,8 +230,8 @@ class KnownValues:
     def lose(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The operation has written into some of its arguments what is not known."""
         for leaf in self._written(func, args, kwargs):
-            storage = _value_of(leaf).untyped_storage()
-            self._lost[storage._cdata] = storage
+            value = _value_of(leaf)
+            self._lost[storage_key(value)] = value.untyped_storage()
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[FakeTensor]:
         """Yields the arguments that the operation writes into, as far as they ever had a value."""
@@ -277,7 +279,7 @@ class KnownValues:
 
     def _set(self, tensor: Tensor, value: Tensor, ref: Ref) -> None:
         setattr(tensor, _VALUE, (value, ref))
-        self._storages[ref.number] = value.untyped_storage()._cdata
+        self._storages[ref.number] = storage_key(value)
 
     def _new_ref(self) -> Ref:
         self._numbers += 1

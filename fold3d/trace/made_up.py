@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
+from fold3d.torch_private import storage_key, unwrap_call
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks, drop_wrappers
 
@@ -100,7 +101,7 @@ class _MadeMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)  # the address may be that of one that is gone
+                self._storages[storage_key(leaf)] = weakref.ref(storage)  # the address may be that of one that is gone
         return result
 
     def escaped(self) -> bool:
@@ -123,7 +124,7 @@ def _with_values(module: nn.Module, value: Any) -> nn.Module:
     made = copy.deepcopy(module, memo)
     drop_wrappers(made)
     for one in made.modules():
-        vars(one).pop("_call_impl", None)  # of who follows the module
+        unwrap_call(one)
         drop_hooks(one, lambda _: True)
     return made
 

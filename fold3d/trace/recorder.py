@@ -22,6 +22,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
+from fold3d.torch_private import storage_key
 from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
@@ -368,12 +369,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regions[-1].count(flops_of(packet, args, kwargs, result), in_block=self._block is not None)
 
     def _key(self, tensor: Tensor) -> int:
-        if tensor.layout != torch.strided:  # a sparse tensor has no memory of its own: its parts have
-            self._storages.append(tensor)
-            return id(tensor)
-        storage = tensor.untyped_storage()
-        self._storages.append(storage)
-        return int(storage._cdata)
+        self._storages.append(tensor.untyped_storage() if tensor.layout == torch.strided else tensor)
+        return storage_key(tensor)
 
     # -- results --
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from fold3d.trace.caches import apart_from_caches
-from fold3d.trace.capture import fake_copy
 from fold3d.trace.known_values import Decisions
 from fold3d.trace.made_up import run_with_values
+from fold3d.trace.shadow import fake_copy
 from fold3d.trace.without_values import NEEDS_VALUES, WithoutMemory, WithoutValues
 
 _CACHE_LIMIT = 1024

@@ -20,7 +20,7 @@ from fold3d.observe.memory import peak_bytes
 from fold3d.observe.step_breakdown import gather_records
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
-from fold3d.trace.capture import fake_copy
+from fold3d.trace.shadow import fake_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trainer.console import printing_lines
 from fold3d.trainer.evaluation import EvaluatingTrainer

@@ -19,7 +19,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_shards
 from fold3d.faults.lifetime import Lifetime
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.region import GroupFusedOps
+from fold3d.tensor_parallel.region import REDUCE
 from fold3d.topology import Topology
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
@@ -54,11 +54,11 @@ def exchange(over_tcp: bool, what: str) -> None:
     sync = connect_shards(topology, groups, _C.NicArbiter(), TIMEOUT, over_tcp=over_tcp)
     group = TensorParallelGroup(sync)
     for number in range(2 * MIDDLE):
-        started = group.start_all_reduce(torch.ones(1 << (number % 20)))
+        wait = group.start(torch.ones(1 << (number % 20)), REDUCE, REDUCE.forward)
         if number == MIDDLE and topology.rank == VICTIM:
             fall(what)
         try:
-            group.wait(started)
+            wait()
         except RuntimeError as error:
             say(f"{type(error).__name__}: {error}")
             say(f"ended {time.monotonic()}")
@@ -71,13 +71,14 @@ def multiply(what: str) -> None:
     topology = Topology(dp=1, pp=1, rank=dist.get_rank(), tp=dist.get_world_size())
     groups = Groups(topology, torch.device("cpu"), TIMEOUT, ())
     sync = connect_shards(topology, groups, _C.NicArbiter(), TIMEOUT, over_tcp=True)
-    fused = GroupFusedOps(sync.group)
+    group = TensorParallelGroup(sync, lambda: True)
+    assert group.fused is not None
     x, weight = torch.ones(2048, 64), torch.ones(64, 1024)
     if topology.rank == VICTIM:
         threading.Timer(0.3, fall, (what,)).start()
     while True:
         try:
-            fused.matmul_all_reduce(x, weight)
+            group.fused.matmul_all_reduce(x, weight)
         except RuntimeError as error:
             say(f"{type(error).__name__}: {error}")
             say(f"ended {time.monotonic()}")
@@ -167,7 +168,7 @@ def end_by_lifetime(over_tcp: bool) -> tuple[str, float]:
         timer = threading.Timer(0.5, life.fail, ("rank 1 has failed",))
         timer.start()
         with pytest.raises(RuntimeError) as error:
-            TensorParallelGroup(sync).all_reduce(torch.ones(5))
+            TensorParallelGroup(sync).exchange(torch.ones(5), REDUCE)
         text = str(error.value)
         timer.join()
     seconds = time.monotonic() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -240,3 +241,31 @@ def test_gradients_that_wait_cannot_be_read(built: Any) -> None:
     engine.run([{"a": torch.ones(1)}], lambda model, batch: model(**batch)["loss"])
     with pytest.raises(ConfigError, match=r"w\.grad was read or changed"):
         engine.owned["w"].grad.norm()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_fails_leaves_no_trace(built: Any, delay: int) -> None:
+    """Whoever catches the error goes on; late gradients are those of the step before it."""
+
+    def trained(fails: bool) -> float:
+        engine = built(partial(SGD, lr=0.1), gradient_delay=delay, micro_batches=2)
+
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            if batch["a"] == 5:
+                raise ValueError("a bad sample")
+            value: Tensor = model(**batch)["loss"]
+            return value
+
+        for a in (1.0, 2.0, 5.0, 3.0, 4.0) if fails else (1.0, 2.0, 3.0, 4.0):
+            batches = [{"a": torch.tensor([1.0])}, {"a": torch.tensor([a])}]
+            if a == 5:
+                with pytest.raises(RankError, match="a bad sample"):
+                    engine.run(batches, loss)
+                continue
+            engine.run(batches, loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.finish_updates()
+        return float(engine.state_dict()["model"]["w"])
+
+    assert trained(True) == trained(False)

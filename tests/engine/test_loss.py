@@ -30,7 +30,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 import fold3d
 from fold3d import Engine, ParallelConfig
 from fold3d.engine.loss import token_share
-from fold3d.trace.capture import fake
+from fold3d.trace.shadow import fake
 from tests.helpers import data, models
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

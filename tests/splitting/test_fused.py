@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fold3d.splitting import plan_sharding
 from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.tensor_parallel.block_call import BlockCall
-from fold3d.tensor_parallel.region import Exchange
+from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import build
 from tests.splitting.shared import compare
@@ -28,21 +28,21 @@ class Apart(EmulatedOps):
 
     def copy_matmul(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         self._calls[f"copy {len(weights)}"] += 1
-        copied = self.copy_to_region(x)
+        copied = self.exchange(x, COPY)
         return [copied @ weight for weight in weights]
 
     def all_gather_matmul(
-        self, x: Tensor, weights: Sequence[Tensor], dim: int, length: int, known: Tensor | None = None
+        self, x: Tensor, weights: Sequence[Tensor], dim: int, length: int
     ) -> tuple[Tensor, list[Tensor]]:
         self._calls[f"gather {len(weights)}"] += 1
         whole = self.exchange(x, Exchange.gather(dim, length, sums=True))
         return whole, [whole @ weight for weight in weights]
 
-    def matmul_all_reduce(self, x: Tensor, weight: Tensor, known: Tensor | None = None) -> Tensor:
+    def matmul_all_reduce(self, x: Tensor, weight: Tensor) -> Tensor:
         self._calls["reduce"] += 1
-        return self.reduce_from_region(x @ weight)
+        return self.exchange(x @ weight, REDUCE)
 
-    def matmul_reduce_scatter(self, x: Tensor, weight: Tensor, dim: int, known: Tensor | None = None) -> Tensor:
+    def matmul_reduce_scatter(self, x: Tensor, weight: Tensor, dim: int) -> Tensor:
         self._calls["scatter"] += 1
         return self.exchange(x @ weight, Exchange.reduce_scatter(dim, x.shape[dim]))
 

@@ -17,6 +17,7 @@ from fold3d.splitting import plan_sharding
 from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.stage.split_model import SplitModel
 from fold3d.tensor_parallel.install import install
+from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange
 from fold3d.trace.capture import trace_call
 from fold3d.trace.wrappers import wrap
 from tests.splitting.models import Tiny, build
@@ -33,16 +34,9 @@ class OneOfTwo:
         self.rank = rank
         self.calls: list[str] = []
 
-    def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
-        self.calls.append("f")
-        return x.view_as(x)
-
-    def reduce_from_region(self, y: Tensor) -> Tensor:
-        self.calls.append("g")
-        return y
-
-    def copy_weight(self, weight: Tensor, dim: int, indices: Tensor) -> Tensor:
-        return weight
+    def exchange(self, x: Tensor, how: Exchange) -> Tensor:
+        self.calls.append("f" if how == COPY else "g")
+        return x.view_as(x) if how == COPY else x
 
 
 def planned(family: str, tp: int = 2, **settings: Any) -> tuple[Tiny, ShardingPlan]:
@@ -296,9 +290,9 @@ def test_under_a_split_model() -> None:
 def test_ranks_that_call_something_else_are_an_error() -> None:
     def as_rank(ops: EmulatedOps) -> Tensor:
         x = torch.ones(2)
-        return ops.reduce_from_region(x) if ops.rank else x
+        return ops.exchange(x, REDUCE) if ops.rank else x
 
     with pytest.raises(RuntimeError, match=r"ranks \[1\] wait for a sum over 2"):
         EmulatedGroup(2).run(as_rank)
     with pytest.raises(RuntimeError, match="the ranks call different operations"):
-        EmulatedGroup(2).run(lambda ops: ops.reduce_from_region(torch.ones(2 + ops.rank)))
+        EmulatedGroup(2).run(lambda ops: ops.exchange(torch.ones(2 + ops.rank), REDUCE))

@@ -296,3 +296,23 @@ def test_what_cannot_be_divided_is_whole(block: type[Experts], why: str) -> None
         plan_sharding(model, traced, batch, 2)
     found = plan_sharding(model, traced, batch, 2, {"up": "replicate", "down": "replicate"})
     assert not found.shards
+
+
+def test_weights_that_lie_elsewhere() -> None:
+    """A block that reaches a module through a plain list: nobody would sum its gradients over the ranks."""
+
+    class Block(OwnBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.elsewhere: list[nn.Module] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(sum((module(x) for module in self.elsewhere), x))
+
+    model, batch = stacked(Block)
+    assert plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2).shards
+    model.common = nn.Linear(8, 8).double()
+    for layer in model.layers:
+        layer.elsewhere = [model.common]
+    with pytest.raises(ConfigError, match="weights of modules that are not registered in it"):
+        plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)

@@ -40,7 +40,6 @@ def test_ranks_together_compute_the_whole(family: str, tp: int) -> None:
     first, *_, last = plan.sequence.values()
     assert (first.begins, first.ends, last.begins, last.ends) == (True, False, False, True)
     assert compare(tiny.model, tiny.batch, plan) < 1e-10
-    assert ShardingPlan.from_json(plan.to_json()) == plan
     if family in NORMS:
         name = next(iter(plan.blocks))
         assert sum(s.summed for n, s in plan.shards.items() if n.startswith(f"{name}.")) == NORMS[family]

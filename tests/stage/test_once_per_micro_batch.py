@@ -240,3 +240,27 @@ def test_random_numbers_of_python_and_numpy(ranks: RankPool) -> None:
     for found in (draws({"segments": 2}), draws({"segments": 4}), *ranks.run(draws, 2, {"pp": 2, "segments": 2})):
         assert found == pytest.approx(alone, rel=1e-6)
         assert found[1:] == alone[1:]
+
+
+class NormalNumbers(Chain):
+    """Draws one normal number in front of its layers: numpy makes two, and the second waits without a trace in the
+    generator's words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * np.random.standard_normal()).square().mean()
+
+
+def normal_numbers(layout: dict[str, Any]) -> tuple[list[float], float]:
+    """Returns the losses of three steps of three micro-batches, and numpy's next normal number."""
+    np.random.seed(1)
+    torch.manual_seed(0)
+    engine = Engine(NormalNumbers(), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = [engine.step({"x": torch.ones(3, 4)}).loss.item() for _ in range(3)]
+    engine.close()
+    return losses, float(np.random.standard_normal())
+
+
+@pytest.mark.parametrize("layout", [{"segments": 4}, {"segments": 2, "recompute": "full"}])
+def test_normal_numbers_of_numpy(layout: dict[str, Any]) -> None:
+    losses, following = normal_numbers({"segments": 1})
+    assert normal_numbers(layout) == (pytest.approx(losses, rel=1e-6), following)

@@ -19,14 +19,16 @@ from tests.helpers.ranks import RankPool
 
 
 def sharded() -> nn.Sequential:
-    """A model with half of the rows of its first layer."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    """A model with half of the rows of its first layer, and of its block's layer, "2.0". The gradient of the block's
+    bias is summed."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
     set_whole_shape(model[0].weight, (6, 4))
+    set_whole_shape(model[2][0].weight, (6, 3))
     return model
 
 
 def watched(model: nn.Module, code: Any) -> Any:
-    with ShardReads(model, dict(model.named_parameters())).watched():
+    with ShardReads(model, dict(model.named_parameters()), ["2"], ["2.0.bias"]).watched():
         return code(model)
 
 
@@ -35,6 +37,11 @@ READS = [
     lambda model: nn.functional.linear(torch.ones(4), model[0].weight),
     lambda model: model(torch.ones(4)).sum() + model[0].weight.detach().abs().max(),
     lambda model: model[0].weight.T,
+    lambda model: model[0].weight.tolist(),
+    lambda model: model[0].weight.detach().numpy(),
+    lambda model: torch.equal(model[0].weight, model[0].weight),
+    lambda model: float(model[0].weight.sum()),
+    lambda model: 0 in model[0].weight,
     lambda model: model[0].weight.data,
 ]
 HARMLESS = [
@@ -61,9 +68,42 @@ def test_modules_and_whole_weights_are_free(code: Any) -> None:
     watched(sharded(), code)
 
 
+def test_a_part_of_a_block_is_not_called_alone() -> None:
+    """Nobody has proved what it computes with a part of its weights, nor what other modules do with these."""
+    watched(sharded(), lambda model: model[2](torch.ones(3)))
+    for code in (
+        lambda model: model[2][0](torch.ones(3)),
+        lambda model: Around(model[2])(torch.ones(3)),
+    ):
+        with pytest.raises(ConfigError, match="the weight '2.0.weight', of which each rank"):
+            watched(sharded(), code)
+
+
+class Around(nn.Module):
+    """Runs its block, and adds a penalty."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.block[0].weight.norm()
+
+
+def test_a_gradient_that_is_summed_over_the_ranks() -> None:
+    watched(sharded(), lambda model: model[2](torch.ones(3)))
+    with pytest.raises(ConfigError, match="the weight '2.0.bias'. Its gradient is the sum of .*sequence_parallel=False"):
+        watched(sharded(), lambda model: model[2][0].bias.square().sum())
+
+
+def test_sizes_are_those_of_the_whole_weight() -> None:
+    sizes = watched(sharded(), lambda model: (model[0].weight.numel(), model[0].weight.shape, model[0].weight.size(0)))
+    assert sizes == (24, (6, 4), 6)
+
+
 def test_every_step_is_watched() -> None:
     model = sharded()
-    reads = ShardReads(model, dict(model.named_parameters()))
+    reads = ShardReads(model, dict(model.named_parameters()), ["2"], [])
     for _ in range(2):
         with reads.watched():
             pass
@@ -75,7 +115,7 @@ def test_every_step_is_watched() -> None:
 def test_behind_the_models_call(is_first: bool) -> None:
     """A loss function goes on inside of the model's call, which it then leaves, watched before or not."""
     model = sharded()
-    reads = ShardReads(model, dict(model.named_parameters()))
+    reads = ShardReads(model, dict(model.named_parameters()), ["2"], [])
 
     def function() -> Tensor:
         out: Tensor = model(torch.ones(2, 4)).sum()

@@ -19,27 +19,35 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.stage.sub_pipeline import SubPipeline, sub_micro_batches
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptRun, KeptSums
-from fold3d.tensor_parallel.turning_ops import TurningOps
-from fold3d.tensor_parallel.turns import Turns
+from fold3d.tensor_parallel.kept_exchanges import KeptRun
+from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange
 from fold3d.trace import trace
 
 KEY = (7, 3, 1)
 VOCABULARY, LENGTH, LAYERS = 61, 8, 3
 
 
-class Counting(TurningOps):
-    """Of a group of one rank: nothing is sent, but all turns are taken."""
+class Counting(TensorParallelGroup):
+    """Of one rank: nothing is sent, but all turns are taken."""
 
     def __init__(self) -> None:
-        super().__init__(TensorParallelGroup(None), Turns())
+        super().__init__(None)
         self.sums = 0
         self.order: list[int | None] = []
 
-    def reduce_from_region(self, y: Tensor) -> Tensor:
-        self.sums += 1
-        self.order.append(self.turns.current)
-        return super().reduce_from_region(y)
+    def exchange_at_once(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
+        if known is None:
+            self._count(how)
+        return super().exchange_at_once(x, how, known)
+
+    def start(self, x: Tensor, how: Exchange, move: str) -> Callable[[], Tensor]:
+        self._count(how)
+        return super().start(x, how, move)
+
+    def _count(self, how: Exchange) -> None:
+        if how == REDUCE:
+            self.sums += 1
+            self.order.append(self.turns.current)
 
 
 def gpt2(dropout: float) -> nn.Module:
@@ -67,7 +75,7 @@ def with_regions(model: nn.Module, ops: Any) -> nn.Module:
             ".layers." in name and isinstance(module, nn.Linear)
         ):
             own = module.forward
-            module.forward = lambda x, own=own: ops.reduce_from_region(own(ops.copy_to_region(x)))
+            module.forward = lambda x, own=own: ops.exchange(own(ops.exchange(x, COPY)), REDUCE)
     return model
 
 
@@ -160,7 +168,7 @@ def compare(
     run, results = Run(inputs, loss), []
     ops = Counting()
     for halved in (False, True):
-        model = with_regions(make(), KeptSums(ops))
+        model = with_regions(make(), ops)
         recording = trace(model, example=inputs)
         if chunks == 1:
             split: SplitModel | WholeModel = WholeModel(model, recording.blocks)
@@ -216,8 +224,7 @@ def test_recomputation_communicates_nothing(make: Callable[[float], nn.Module], 
 @pytest.mark.parametrize("own_checkpoints", [False, True])
 def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoints: bool) -> None:
     ops, run_of = Counting(), Run(batch(4), token_loss)
-    sums = KeptSums(ops, ops.turns)
-    model = with_regions(gpt2(0.3), sums)
+    model = with_regions(gpt2(0.3), ops)
     split = WholeModel(model, trace(model, example=run_of.inputs).blocks)
     made = apart(model, split, run_of.inputs)
     if own_checkpoints:
@@ -238,13 +245,13 @@ def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoi
     expected = loss()
     wanted, all_sums, turns = gradients(expected), ops.sums, ops.order
     run = KeptRun()
-    with sums.first(run):
+    with ops.kept.first(run):
         assert torch.equal(loss(), expected)
     kept = run.take()
     assert len(kept) == all_sums and set(turns) == ({0, 1} if halved else {None})
     run.give_back(kept)
     ops.sums = 0
-    with sums.again(run):
+    with ops.kept.again(run):
         again = loss()
     assert torch.equal(again, expected) and not run.take()
     for found, gradient in zip(gradients(again), wanted, strict=True):
@@ -252,7 +259,7 @@ def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoi
     assert ops.sums == 0
     run.give_back(kept[:1])
     with (
-        sums.again(run),
+        ops.kept.again(run),
         pytest.raises(Fold3dError, match="has more sums over its tensor-parallel group"),
     ):
         loss()
@@ -301,7 +308,7 @@ def test_another_form_is_compared_anew() -> None:
 
     block.forward = mixes
     ops = Counting()
-    with_regions(model, KeptSums(ops))
+    with_regions(model, ops)
     inputs = batch(4, ragged=False)
     split = WholeModel(model, trace(model, example=inputs).blocks)
     sub = SubPipeline(0, model, apart(model, split, inputs), ops)
@@ -369,7 +376,7 @@ def test_the_models_own_checkpoints(dropout: float) -> None:
 def test_an_error_in_one_half_ends_both() -> None:
     model = gpt2(0.0)
     ops, inputs = Counting(), batch(4)
-    split = WholeModel(with_regions(model, KeptSums(ops)), trace(model, example=inputs).blocks)
+    split = WholeModel(with_regions(model, ops), trace(model, example=inputs).blocks)
     sub = SubPipeline(0, model, apart(model, split, inputs), ops)
     block = model.transformer.h[1]
     own = block.mlp.forward

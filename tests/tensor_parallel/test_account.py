@@ -7,10 +7,11 @@ import time
 import pytest
 
 from fold3d.observe.step_breakdown import TP_SYNC
+from fold3d.tensor_parallel.region import REDUCE
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.helpers.ranks import RankPool
-from tests.tensor_parallel.test_group import TRANSPORTS, all_of, mine
+from tests.tensor_parallel.test_group import TRANSPORTS, all_of, gathered, mine, reduced, summed
 
 MS = 1_000_000
 
@@ -19,28 +20,28 @@ def late_and_hidden(over_tcp: bool) -> tuple[dict[str, int], dict[str, int], lis
     """Waits 200 ms for the other rank, then computes for 400 ms while it is 200 ms late."""
     with all_of(over_tcp) as (sync, group):
         x = mine(group.rank, 300, 100)
-        group.all_reduce(x)
+        summed(group, x)
         before = sync.counters()
         sync.keep_records(True)
         if group.rank == 1:
             time.sleep(0.2)
-        group.all_reduce(x)
+        summed(group, x)
         waited = {name: value - before[name] for name, value in sync.counters().items()}
         before = sync.counters()
         if group.rank == 1:
             time.sleep(0.2)
-        started = group.start_all_reduce(x)
+        wait = group.start(x, REDUCE, REDUCE.forward)
         time.sleep(0.4)
-        group.wait(started)
+        wait()
         hidden = {name: value - before[name] for name, value in sync.counters().items()}
-        group.gather_from_sequence_region(x, 0)
-        group.reduce_scatter_to_sequence_region(x, 0)
+        gathered(group, x, 0)
+        reduced(group, x, 0)
         records = sync.take_records()
         assert all(issued <= start <= end for _, issued, start, end, _ in records)
         waits = sync.take_waits()
         assert not sync.take_records() and not sync.take_waits()
         sync.keep_records(False)
-        group.all_reduce(x)
+        summed(group, x)
         assert not sync.take_records() and not sync.take_waits()
         return waited, hidden, [kind for kind, *_ in records], sum(end - start for start, end in waits)
 

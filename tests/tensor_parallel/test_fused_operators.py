@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.region import FusedOps, GroupFusedOps
+from fold3d.tensor_parallel.group import GroupFusedOps, TensorParallelGroup
+from fold3d.tensor_parallel.region import COPY, REDUCE, FusedOps
 from tests.helpers.ranks import RankPool
-from tests.tensor_parallel.test_group import TRANSPORTS, mine, on_all
+from tests.tensor_parallel.test_group import TRANSPORTS, gathered, mine, on_all, reduced
 from tests.tensor_parallel.test_operators import CHECKS
 
 SHAPES = [(1, 301, 40), (3, 203, 40), (9, 35, 40), (603, 1, 40), (7, 40)]
@@ -50,20 +50,20 @@ class Apart:
         self._group = group
 
     def copy_matmul(self, x: Tensor, weights: Iterable[Tensor]) -> list[Tensor]:
-        copied = self._group.copy_to_region(x)
+        copied = self._group.exchange(x, COPY)
         return [copied @ weight for weight in weights]
 
     def all_gather_matmul(
-        self, x: Tensor, weights: Iterable[Tensor], dim: int, length: int, known: Tensor | None = None
+        self, x: Tensor, weights: Iterable[Tensor], dim: int, length: int
     ) -> tuple[Tensor, list[Tensor]]:
-        whole = self._group.gather_from_sequence_region(x, dim, length)
+        whole = gathered(self._group, x, dim, length)
         return whole, [whole @ weight for weight in weights]
 
-    def matmul_all_reduce(self, x: Tensor, weight: Tensor, known: Tensor | None = None) -> Tensor:
-        return self._group.reduce_from_region(x @ weight)
+    def matmul_all_reduce(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._group.exchange(x @ weight, REDUCE)
 
-    def matmul_reduce_scatter(self, x: Tensor, weight: Tensor, dim: int, known: Tensor | None = None) -> Tensor:
-        return self._group.reduce_scatter_to_sequence_region(x @ weight, dim)
+    def matmul_reduce_scatter(self, x: Tensor, weight: Tensor, dim: int) -> Tensor:
+        return reduced(self._group, x @ weight, dim)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -93,12 +93,12 @@ def results_of(ops: FusedOps, group: TensorParallelGroup, shape: tuple[int, ...]
     x, part = drawn(10 + rank, *shape), drawn(20 + rank, *shape[:dim], rows, width)
     up, other, down = drawn(30 + rank, width, 250), drawn(40 + rank, 250, width), drawn(50 + rank, width, 250)
 
-    def gathered(x: Tensor, up: Tensor, other: Tensor) -> list[Tensor]:
+    def gathers(x: Tensor, up: Tensor, other: Tensor) -> list[Tensor]:
         whole, products = ops.all_gather_matmul(x, [up, other.t()], dim, shape[dim])
         return [whole, *products]
 
     run(lambda x, a, b: ops.copy_matmul(x, [a, b.t()]), drawn(7, *shape), up, other)
-    run(gathered, part, up, other)
+    run(gathers, part, up, other)
     run(lambda x, a: [ops.matmul_all_reduce(x, a)], x, down)
     run(lambda x, a: [ops.matmul_reduce_scatter(x, a, dim)], x, down)
     return out
@@ -110,7 +110,7 @@ def differences(group: TensorParallelGroup, over_tcp: bool) -> list[list[float]]
 
 
 def _differences(group: TensorParallelGroup, over_tcp: bool, shape: tuple[int, ...]) -> list[float]:
-    fused, apart = GroupFusedOps(group.name), Apart(group)
+    fused, apart = GroupFusedOps(group.name, group.kept), Apart(group)
     for one, other in zip(sums_of(fused, group, shape), sums_of(apart, group, shape), strict=True):
         assert not over_tcp or torch.equal(one, other), "another order of sums"
     out = []

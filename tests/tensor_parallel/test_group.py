@@ -16,7 +16,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_shards
 from fold3d.sharding.shard import Shard
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange, RegionOps
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
 
@@ -52,6 +52,27 @@ def on_all(over_tcp: bool, function: Callable[..., Any], *args: Any) -> Any:
         return function(group, *args)
 
 
+def gathered(group: TensorParallelGroup, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+    """Everybody's `x`, as long as this one, unless the length of all is given; its gradient is everybody's sum."""
+    return group.exchange(x, Exchange.gather(dim, length or x.shape[dim] * group.size, sums=True))
+
+
+def scattered(group: TensorParallelGroup, x: Tensor, dim: int) -> Tensor:
+    """This rank's part of what all have."""
+    return group.exchange(x, Exchange.scatter(dim, x.shape[dim]))
+
+
+def reduced(group: TensorParallelGroup, x: Tensor, dim: int) -> Tensor:
+    """This rank's part of everybody's sum."""
+    return group.exchange(x, Exchange.reduce_scatter(dim, x.shape[dim]))
+
+
+def summed(group: TensorParallelGroup, x: Tensor, op: str = "sum") -> Tensor:
+    """The sum of everybody's `x`, or the elementwise maximum, without a gradient."""
+    total: Tensor = torch.ops.fold3d.tp_all_reduce(x.detach(), group.name, op)
+    return total
+
+
 TRANSPORTS = pytest.mark.parametrize("over_tcp", [True, False], ids=["tcp", "c10d"])
 
 
@@ -61,17 +82,16 @@ def split_mlp(group: TensorParallelGroup) -> tuple[Tensor, ...]:
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     up = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     down = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
-    part_up = group.scatter_to_sequence_region(up.detach(), 1).requires_grad_()
-    part_down = group.scatter_to_sequence_region(down.detach(), 0).requires_grad_()
-    y = group.reduce_from_region((group.copy_to_region(x) @ part_up).tanh() @ part_down)
+    part_up = scattered(group, up.detach(), 1).requires_grad_()
+    part_down = scattered(group, down.detach(), 0).requires_grad_()
+    y = group.exchange((group.exchange(x, COPY) @ part_up).tanh() @ part_down, REDUCE)
     y.pow(2).sum().backward()
     got = (y.detach(), x.grad, part_up.grad, part_down.grad)
     x.grad = None
     whole = (x @ up).tanh() @ down
     whole.pow(2).sum().backward()
     assert up.grad is not None and down.grad is not None
-    own = group.scatter_to_sequence_region
-    wanted = (whole.detach(), x.grad, own(up.grad, 1), own(down.grad, 0))
+    wanted = (whole.detach(), x.grad, scattered(group, up.grad, 1), scattered(group, down.grad, 0))
     return tuple((a - b).abs().max() for a, b in zip(got, wanted, strict=True) if a is not None and b is not None)
 
 
@@ -83,20 +103,19 @@ def test_a_split_mlp_is_the_whole_one(ranks: RankPool, size: int, over_tcp: bool
         assert len(errors) == 4 and max(errors) < 1e-12
 
 
-def summed_at(group: TensorParallelGroup, dim: int, of_weight: bool) -> tuple[Tensor, Tensor]:
-    x = mine(9, 4, 3).requires_grad_()
-    indices = torch.tensor([0, 2])
-    y = group.copy_weight(x, dim, indices) if of_weight else group.copy_to_region(x, indices)
+def summed_at(group: TensorParallelGroup, dim: int, in_turns: bool) -> tuple[Tensor, Tensor]:
+    x, how = mine(9, 4, 3).requires_grad_(), Exchange.copy(dim, torch.tensor([0, 2]))
+    y = group.turns.run([lambda: group.exchange(x, how)], [], [])[0] if in_turns else group.exchange(x, how)
     (y * mine(group.rank, 4, 3)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("dim, of_weight", [(1, False), (0, True), (1, True)])
-def test_only_the_gradient_at_the_indices_is_summed(ranks: RankPool, dim: int, of_weight: bool, over_tcp: bool) -> None:
+@pytest.mark.parametrize("dim, in_turns", [(-1, False), (0, True), (1, False)])
+def test_only_the_gradient_at_the_indices_is_summed(ranks: RankPool, dim: int, in_turns: bool, over_tcp: bool) -> None:
     total = sum(everybodys(2, 4, 3))
-    for rank, (y, gradient) in enumerate(ranks.run(on_all, 2, over_tcp, summed_at, dim, of_weight)):
+    for rank, (y, gradient) in enumerate(ranks.run(on_all, 2, over_tcp, summed_at, dim, in_turns)):
         assert torch.equal(y, mine(9, 4, 3))
         wanted = mine(rank, 4, 3)
         wanted.index_copy_(dim, torch.tensor([0, 2]), total.index_select(dim, torch.tensor([0, 2])))
@@ -108,16 +127,16 @@ def sequence(group: TensorParallelGroup, dim: int) -> tuple[Tensor, ...]:
     x = mine(rank, 2, 4, 4).requires_grad_()
     seed = [2, 4, 4]
     seed[dim] *= size
-    gathered = group.gather_from_sequence_region(x, dim)
-    (gathered * mine(10 + rank, *seed)).sum().backward()
+    whole = gathered(group, x, dim)
+    (whole * mine(10 + rank, *seed)).sum().backward()
     y = mine(rank, *seed).requires_grad_()
-    scattered = group.reduce_scatter_to_sequence_region(y, dim)
-    (scattered * mine(20 + rank, 2, 4, 4)).sum().backward()
+    part = reduced(group, y, dim)
+    (part * mine(20 + rank, 2, 4, 4)).sum().backward()
     z = mine(30, *seed).requires_grad_()
-    own = group.scatter_to_sequence_region(z, dim)
+    own = scattered(group, z, dim)
     (own * mine(20 + rank, 2, 4, 4)).sum().backward()
     assert x.grad is not None and y.grad is not None and z.grad is not None
-    return gathered.detach(), x.grad, scattered.detach(), y.grad, own.detach(), z.grad
+    return whole.detach(), x.grad, part.detach(), y.grad, own.detach(), z.grad
 
 
 @pytest.mark.gate(cases=2)
@@ -127,26 +146,24 @@ def sequence(group: TensorParallelGroup, dim: int) -> tuple[Tensor, ...]:
 def test_sequence_regions(ranks: RankPool, size: int, dim: int, over_tcp: bool) -> None:
     whole = [2, 4, 4]
     whole[dim] *= size
-    gathered = torch.cat(everybodys(size, 2, 4, 4), dim)
+    everything = torch.cat(everybodys(size, 2, 4, 4), dim)
     of_gather = torch.stack([mine(10 + rank, *whole) for rank in range(size)]).sum(0).chunk(size, dim)
-    scattered = torch.stack(everybodys(size, *whole)).sum(0).chunk(size, dim)
+    sums = torch.stack(everybodys(size, *whole)).sum(0).chunk(size, dim)
     of_parts = torch.cat([mine(20 + rank, 2, 4, 4) for rank in range(size)], dim)
     for rank, got in enumerate(ranks.run(on_all, size, over_tcp, sequence, dim)):
         own = mine(30, *whole).chunk(size, dim)[rank]
-        for found, wanted in zip(
-            got, (gathered, of_gather[rank], scattered[rank], of_parts, own, of_parts), strict=True
-        ):
+        for found, wanted in zip(got, (everything, of_gather[rank], sums[rank], of_parts, own, of_parts), strict=True):
             assert torch.equal(found, wanted)
 
 
 def uneven(group: TensorParallelGroup, length: int) -> tuple[Tensor, ...]:
     whole = mine(7, 3, length, 2).requires_grad_()
-    part = group.scatter_to_sequence_region(whole, 1)
-    back = group.gather_from_sequence_region(part, 1, length)
-    summed = group.reduce_scatter_to_sequence_region(whole, 1)
+    part = scattered(group, whole, 1)
+    back = gathered(group, part, 1, length)
+    total = reduced(group, whole, 1)
     (back * mine(8, 3, length, 2)).sum().backward()
     assert whole.grad is not None
-    return part.detach(), back.detach(), summed.detach(), whole.grad
+    return part.detach(), back.detach(), total.detach(), whole.grad
 
 
 @pytest.mark.gate(cases=3)
@@ -155,15 +172,15 @@ def uneven(group: TensorParallelGroup, length: int) -> tuple[Tensor, ...]:
 def test_parts_need_not_be_equal(ranks: RankPool, size: int, length: int, over_tcp: bool) -> None:
     whole = mine(7, 3, length, 2)
     parts = [Shard.even(1, length, size).take(whole, rank) for rank in range(size)]
-    for rank, (part, back, summed, gradient) in enumerate(ranks.run(on_all, size, over_tcp, uneven, length)):
-        assert torch.equal(part, parts[rank]) and torch.equal(back, whole) and torch.equal(summed, size * parts[rank])
+    for rank, (part, back, total, gradient) in enumerate(ranks.run(on_all, size, over_tcp, uneven, length)):
+        assert torch.equal(part, parts[rank]) and torch.equal(back, whole) and torch.equal(total, size * parts[rank])
         # Of a part it is the sum of everybody's, and they are gathered.
         assert torch.equal(gradient, size * mine(8, 3, length, 2))
 
 
 def without_gradients(group: TensorParallelGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = mine(group.rank, 5).to(dtype).requires_grad_(dtype.is_floating_point)
-    return group.all_reduce(x), group.all_reduce_max(x)
+    return summed(group, x), summed(group, x, "max")
 
 
 @pytest.mark.gate(cases=2)
@@ -177,7 +194,7 @@ def test_sums_and_maxima_of_every_type(ranks: RankPool, dtype: torch.dtype, over
 
 
 def by_name() -> Tensor:
-    return TensorParallelGroup(dist.group.WORLD.group_name).all_reduce(mine(dist.get_rank(), 5))
+    return summed(TensorParallelGroup(dist.group.WORLD.group_name), mine(dist.get_rank(), 5))
 
 
 def test_a_c10d_group_is_known_by_its_name(ranks: RankPool) -> None:
@@ -188,9 +205,9 @@ def test_a_c10d_group_is_known_by_its_name(ranks: RankPool) -> None:
 def started(group: TensorParallelGroup) -> tuple[list[Tensor], Tensor]:
     """Sums in place, waited for in another order than that of their start."""
     tensors = [mine(10 * i + group.rank, 50, 20) for i in range(6)]
-    handles = [group.start_all_reduce(tensor) for tensor in tensors]
+    waits = [group.start(tensor, REDUCE, REDUCE.forward) for tensor in tensors]
     for i in (5, 0, 3, 1, 2, 4):
-        group.wait(handles[i])
+        assert waits[i]().data_ptr() == tensors[i].data_ptr()
     y = mine(group.rank, 4).requires_grad_()
     z = 2 * y
     total = torch.ops.fold3d.tp_wait(torch.ops.fold3d.tp_all_reduce_start(z, group.name), z, z.shape)
@@ -209,7 +226,7 @@ def test_sums_that_are_started_and_waited_for(ranks: RankPool, over_tcp: bool) -
 
 def gradient_of_gradient(group: TensorParallelGroup) -> Tensor:
     x = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
-    y = group.reduce_from_region((group.rank + 1) * group.copy_to_region(x) ** 3)
+    y = group.exchange((group.rank + 1) * group.exchange(x, COPY) ** 3, REDUCE)
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     return second
@@ -224,5 +241,5 @@ def test_a_rank_alone_changes_nothing() -> None:
     group = TensorParallelGroup(None)
     x = mine(0, 4, 2)
     assert group.size == 1 and group.rank == 0
-    assert group.copy_to_region(x) is x and group.reduce_from_region(x) is x
-    assert group.gather_from_sequence_region(x, 0) is x and group.scatter_to_sequence_region(x, 0) is x
+    assert group.exchange(x, COPY) is x and group.exchange(x, REDUCE) is x
+    assert gathered(group, x, 0) is x and scattered(group, x, 0) is x

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from tests.helpers.ranks import RankPool
-from tests.tensor_parallel.test_group import TRANSPORTS, mine, on_all
+from tests.tensor_parallel.test_group import TRANSPORTS, mine, on_all, summed
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -45,8 +45,8 @@ def checks_of_started(group: TensorParallelGroup) -> list[dict[str, str]]:
     x = mine(group.rank, 2, 4)
     handle = ops.tp_all_reduce_start(x, group.name)
     part, whole = ops.tp_reduce_scatter_start(x, 1, group.name), ops.tp_all_gather_start(x, 1, 8, group.name)
-    assert torch.equal(ops.tp_wait(part, x, [2, 2]), group.reduce_scatter(x, 1))
-    assert torch.equal(ops.tp_wait(whole, x, [2, 8]), group.all_gather(x, 1))
+    assert torch.equal(ops.tp_wait(part, x, [2, 2]), ops.tp_reduce_scatter(x, 1, group.name))
+    assert torch.equal(ops.tp_wait(whole, x, [2, 8]), ops.tp_all_gather(x, 1, 8, group.name))
     with pytest.raises(ValueError, match="no handle of an exchange"):
         ops.tp_finish(torch.tensor([-1]))
     # What checks an operator calls it several times: a handle may be waited for more than once.
@@ -56,7 +56,7 @@ def checks_of_started(group: TensorParallelGroup) -> list[dict[str, str]]:
         # What it returns has another number each time.
         torch.library.opcheck(ops.tp_all_reduce_start.default, (x.detach(), group.name), test_utils=CHECKS[:3]),
     ]
-    group.all_reduce(x)  # nobody waits for what that started: who left now would end the other rank's, too
+    summed(group, x)  # nobody waits for what that started: who left now would end the other rank's, too
     return verdicts
 
 
@@ -71,9 +71,11 @@ def compiled(group: TensorParallelGroup) -> tuple[Tensor, ...]:
     up, down = mine(group.rank, 6, 8) / 50, mine(group.rank, 8, 6) / 50
 
     def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        y = group.reduce_from_region((group.copy_to_region(x) @ up).tanh() @ down)
-        part = group.reduce_scatter_to_sequence_region(y, 1)
-        return group.gather_from_sequence_region(part * 2, 1)
+        ops, name = torch.ops.fold3d, group.name
+        y = ops.tp_reduce_from_region((ops.tp_copy_to_region(x, name) @ up).tanh() @ down, name)
+        part = ops.tp_reduce_scatter(y, 1, name)
+        whole: Tensor = ops.tp_all_gather(part * 2, 1, 4, name)
+        return whole
 
     def run(function: Any) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]

@@ -15,7 +15,7 @@ from fold3d.errors import SplitError, TraceError
 from fold3d.splitting.capture import _InHostMemory
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
-from fold3d.trace.capture import fake, fake_copy
+from fold3d.trace.shadow import fake, fake_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import replace_attributes, set_whole_shape
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole

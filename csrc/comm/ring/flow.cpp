@@ -1,10 +1,16 @@
 #include "comm/ring/flow.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "comm/base/clock.h"
 
 namespace fold3d::comm {
+namespace {
+
+constexpr std::size_t kMostAtOnce = 64u << 10;  // a packet of the system's
+
+}  // namespace
 
 Flow::Flow(std::shared_ptr<Credits> credits, std::shared_ptr<RingConnection> connection,
            std::shared_ptr<NicArbiter> arbiter, bool uses_card)
@@ -30,7 +36,7 @@ void Flow::ends(std::size_t bytes) {
   flight_.measured(own_.last(), urgent == urgent_);
   urgent_ = urgent;
   window_ = flight_.bytes(own_.bandwidth(), connection_->round_trip_seconds());
-  connection_->limit_waiting(credits_->waiting_bytes());
+  connection_->limit_waiting(credits_->waiting_bytes(), std::min(credits_->slice_bytes(), kMostAtOnce));
 }
 
 }  // namespace fold3d::comm

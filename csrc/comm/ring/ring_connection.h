@@ -30,8 +30,8 @@ class RingConnection {
   virtual SendQueue queue() const { return {.is_known = false}; }
   /// Shortest time to the next member and back; 0.0 where nobody knows.
   virtual double round_trip_seconds() const { return 0.0; }
-  /// A hint: send() returns when no more than so many bytes have not begun to travel.
-  virtual void limit_waiting(std::size_t) {}
+  /// A hint: send() hands over bytes only while fewer than `bytes` have not begun to travel, then `at_once` of them.
+  virtual void limit_waiting([[maybe_unused]] std::size_t bytes, [[maybe_unused]] std::size_t at_once) {}
   /// A hint: the previous member may have so many bytes on their way here; 0: as many as the system likes.
   virtual void limit_window(std::size_t) {}
 };

@@ -95,8 +95,8 @@ void TcpSocket::give_up_after(Clock::duration silence) const {
 int TcpSocket::send_all(std::span<const std::byte> first, std::span<const std::byte> second) const {
   while (!first.empty() || !second.empty()) {
     // The system looks at its limit only where a new packet begins, and one may have 64 KiB.
-    const std::size_t piece = most_waiting_ == 0 ? second.size() : std::min(second.size(), most_waiting_);
-    if (piece < second.size()) wait_for(fd_, POLLOUT);
+    const std::size_t piece = most_waiting_ == 0 ? second.size() : std::min(second.size(), at_once_);
+    if (most_waiting_ != 0 && second.size() > most_waiting_) wait_for(fd_, POLLOUT);
     std::array<iovec, 2> parts{iovec{const_cast<std::byte*>(first.data()), first.size()},
                                iovec{const_cast<std::byte*>(second.data()), piece}};
     msghdr message{};
@@ -158,8 +158,9 @@ void TcpSocket::limit_window(std::size_t bytes) const {
   ::setsockopt(fd_, IPPROTO_TCP, TCP_WINDOW_CLAMP, &value, sizeof(value));
 }
 
-void TcpSocket::limit_waiting(std::size_t bytes) {
+void TcpSocket::limit_waiting(std::size_t bytes, std::size_t at_once) {
   most_waiting_ = bytes;
+  at_once_ = std::max(bytes, at_once);
   fills_packets_ = 2 * segment_bytes() < bytes;
   const int value = static_cast<int>(bytes);
   ::setsockopt(fd_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &value, sizeof(value));

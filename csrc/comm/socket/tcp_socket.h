@@ -64,15 +64,15 @@ class TcpSocket {
   /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
   /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
   void limit_window(std::size_t bytes) const;
-  /// Sending ends only when no more than about `bytes` have not begun to travel, whatever the buffer could take. From
-  /// the thread that sends.
-  void limit_waiting(std::size_t bytes);
+  /// Sends only while fewer than about `bytes` have not begun to travel, whatever the buffer could take: then pieces of
+  /// `at_once` bytes, if that is more. Each costs two calls of the system. From the thread that sends.
+  void limit_waiting(std::size_t bytes, std::size_t at_once = 0);
 
  private:
   std::size_t segment_bytes() const;
 
   const int fd_;
-  std::size_t most_waiting_ = 0;  // of whoever sends; 0: no limit
+  std::size_t most_waiting_ = 0, at_once_ = 0;  // of whoever sends; 0: no limit
   // Whether a packet that is not full may wait for what is sent next: the system would not ask for more while so little
   // may wait that one packet is half of it. Else each piece ends in a short packet, which is acknowledged by itself.
   bool fills_packets_ = false;

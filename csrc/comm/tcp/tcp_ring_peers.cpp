@@ -78,7 +78,7 @@ class TcpRingPeers::Link final : public RingConnection {
             .is_known = progress.is_known};
   }
   double round_trip_seconds() const override { return outgoing_->progress().round_trip_seconds; }
-  void limit_waiting(std::size_t bytes) override { outgoing_->limit_waiting(bytes); }
+  void limit_waiting(std::size_t bytes, std::size_t at_once) override { outgoing_->limit_waiting(bytes, at_once); }
   void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
 
  private:

@@ -46,6 +46,7 @@ from fold3d.tensor_parallel.weight_reads import Reads
 from fold3d.topology import Topology
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.batches import part_of, samples_of
+from fold3d.trace.shadow import shared_shadows
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.pretrained import check_folder as check_weights
 from fold3d.weights.release import is_released
@@ -124,6 +125,7 @@ class First:
     """Of its random numbers; None in an evaluation."""
 
 
+@shared_shadows()  # until RankModel changes the model, nobody does
 def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
     order: BuildRequest, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
 ) -> CutModel:

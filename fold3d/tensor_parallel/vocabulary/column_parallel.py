@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.sharding.shard import Shard
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import COPY, REDUCE, RegionOps
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class Columns:
     def add_up(self, share: Tensor) -> Tensor:
         """Returns the sum of everybody's `share`; each one's gradient is the sum's, which is the same on every rank."""
         if share.dtype.is_floating_point:
-            return self.ops.reduce_from_region(share)
+            return self.ops.exchange(share, REDUCE)
         # exact to 2^53; sums of integers are not what every way to exchange has
-        return self.ops.reduce_from_region(share.double()).to(share.dtype)
+        return self.ops.exchange(share.double(), REDUCE).to(share.dtype)
 
     def gather(self, part: Tensor, along: int) -> Tensor:
         """Returns the whole tensor of which everybody has `part` along dimension `along`; the gradient is the own part
@@ -72,14 +72,14 @@ class Columns:
 
     def share(self, x: Tensor) -> Tensor:
         """Returns `x`, the same on every rank, for use with parts: its gradient is summed over the ranks."""
-        return self.ops.copy_to_region(x) if x.requires_grad and torch.is_grad_enabled() else x
+        return self.ops.exchange(x, COPY) if x.requires_grad and torch.is_grad_enabled() else x
 
     def exchange(self, values: Tensor) -> Tensor:
         """Returns everybody's `values`, equally large, as [ranks, ...] in the order of ranks; the gradient of the own
         ones is that of their place."""
         none = torch.zeros_like(values)
         places = [values if rank == self.ops.rank else none for rank in range(self.ops.size)]
-        return self.ops.reduce_from_region(torch.stack(places))
+        return self.ops.exchange(torch.stack(places), REDUCE)
 
     def say_gathered(self, operation: str) -> None:
         """Logs, once per operation and on one rank of the group, why logits become whole in training."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fold3d.sharding.vocabulary import Vocabulary
-from fold3d.tensor_parallel.region import RegionOps
+from fold3d.tensor_parallel.region import REDUCE, RegionOps
 from fold3d.tensor_parallel.vocabulary.column_parallel import Columns
 from fold3d.tensor_parallel.vocabulary.logits import VocabularyParallelLogits
 from fold3d.trace.wrappers import wrap
@@ -29,12 +29,12 @@ def parallel_lookup(module: nn.Embedding, columns: Columns, original: Callable[.
     def plain(input: Tensor) -> Tensor:
         index, mine = columns.own(input)
         found = functional.embedding(index, module.weight, _padding(module.padding_idx, columns))
-        return columns.ops.reduce_from_region(found.masked_fill(~mine.unsqueeze(-1), 0))
+        return columns.ops.exchange(found.masked_fill(~mine.unsqueeze(-1), 0), REDUCE)
 
     def own(*args: Any, **kwargs: Any) -> Tensor:
         with _LocalLookup(module.weight, columns) as lookup:
             found = original(*args, **kwargs)
-        return columns.ops.reduce_from_region(found.masked_fill(~lookup.mine().unsqueeze(-1), 0))
+        return columns.ops.exchange(found.masked_fill(~lookup.mine().unsqueeze(-1), 0), REDUCE)
 
     return plain if getattr(original, "__func__", None) is nn.Embedding.forward else own
 

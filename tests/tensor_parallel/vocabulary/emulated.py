@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange
 from fold3d.tensor_parallel.vocabulary.column_parallel import ColumnParallel
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ops.all_reduce(gradients[0]), None
+        return ctx.ops.sum(gradients[0]), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, ops: ThreadedOps) -> Tensor:
-        return ops.all_reduce(y)
+        return ops.sum(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -53,16 +54,12 @@ class ThreadedOps(TensorParallelGroup):
         self.sums: list[tuple[int, ...]] = []
         self._barrier, self._places = barrier, places
 
-    def copy_to_region(self, x: Tensor, channels: Tensor | None = None) -> Tensor:
-        assert channels is None
-        out: Tensor = _Copy.apply(x, self)
+    def exchange(self, x: Tensor, how: Exchange) -> Tensor:
+        assert how in (COPY, REDUCE)
+        out: Tensor = (_Copy if how == COPY else _Reduce).apply(x, self)
         return out
 
-    def reduce_from_region(self, y: Tensor) -> Tensor:
-        out: Tensor = _Reduce.apply(y, self)
-        return out
-
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         self.sums.append(tuple(x.shape))
         self._places[self.rank] = x.detach().clone()
         self._barrier.wait(_SECONDS)

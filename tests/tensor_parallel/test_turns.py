@@ -1,4 +1,4 @@
-"""TurningOps: what one half has sent travels while the other one computes, in forward and in one ordinary backward."""
+"""Turns: what one half has sent travels while the other one computes, in forward and in one ordinary backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fold3d._C import swap_warning_handler
 from fold3d.tensor_parallel.group import TensorParallelGroup
-from fold3d.tensor_parallel.kept_sums import KeptSums
-from fold3d.tensor_parallel.region import Exchange
-from fold3d.tensor_parallel.turning_ops import TurningOps
+from fold3d.tensor_parallel.region import COPY, REDUCE, SUM, Exchange
 from fold3d.tensor_parallel.turns import Turns
 
 WIDTH, LAYERS = 6, 4
@@ -31,52 +29,46 @@ class Wire(TensorParallelGroup):
         self.events: list[Event] = []
         self.number = 0
 
-    def start_all_reduce(self, tensor: Tensor) -> Any:
+    def start(self, x: Tensor, how: Exchange, move: str) -> Callable[[], Tensor]:
         self.number += 1
-        self.events.append(("start", self.number))
-        return self.number
-
-    def wait(self, started: Any) -> None:
-        self.events.append(("wait", started))
-
-    def start_exchange(self, x: Tensor, how: Exchange, what: str) -> Callable[[], Tensor]:
-        started = self.start_all_reduce(x)
+        started = self.number
+        self.events.append(("start", started))
 
         def finish() -> Tensor:
-            self.wait(started)
-            return x.clone()
+            self.events.append(("wait", started))
+            return x if move == SUM else x.clone()
 
         return finish
 
 
 class Layer(nn.Module):
-    def __init__(self, ops: Any, wire: Wire) -> None:
+    def __init__(self, wire: Wire) -> None:
         super().__init__()
-        self.ops, self.wire = ops, wire
+        self.wire = wire
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.ops.copy_to_region(nn.functional.layer_norm(x, (WIDTH,)))
+        y = self.wire.exchange(nn.functional.layer_norm(x, (WIDTH,)), COPY)
         y = self.up(y)
         self.wire.events.append(("compute", 0))
         y.register_hook(lambda gradient: self.wire.events.append(("compute", 0)))
-        out: Tensor = x + self.ops.reduce_from_region(self.down(nn.functional.gelu(y)))
+        out: Tensor = x + self.wire.exchange(self.down(nn.functional.gelu(y)), REDUCE)
         return out
 
 
 class SharedSequence(nn.Module):
     """A layer whose ranks share the sequence outside of its region."""
 
-    def __init__(self, ops: Any, wire: Wire) -> None:
+    def __init__(self, wire: Wire) -> None:
         super().__init__()
-        self.ops, self.wire = ops, wire
+        self.wire = wire
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.computed(nn.functional.layer_norm(x, (WIDTH,)))
-        y = self.ops.exchange(normed, Exchange.gather(1, x.shape[1], sums=True))
+        y = self.wire.exchange(normed, Exchange.gather(1, x.shape[1], sums=True))
         y = self.computed(nn.functional.gelu(self.up(y)))
-        out: Tensor = x + self.ops.exchange(self.down(y), Exchange.reduce_scatter(1, x.shape[1]))
+        out: Tensor = x + self.wire.exchange(self.down(y), Exchange.reduce_scatter(1, x.shape[1]))
         return out
 
     def computed(self, x: Tensor) -> Tensor:
@@ -100,18 +92,17 @@ def in_halves(kind: type[nn.Module], kept: bool) -> tuple[list[Event], list[Even
         kept: whether layers are checkpointed.
     """
     torch.manual_seed(0)
-    wire, turns = Wire(), Turns()
-    ops: Any = TurningOps(wire, turns)
-    layers = nn.Sequential(*(kind(KeptSums(ops), wire) for _ in range(LAYERS)))
+    wire = Wire()
+    layers = nn.Sequential(*(kind(wire) for _ in range(LAYERS)))
     x = torch.randn(4, 3, WIDTH, requires_grad=True)
-    ops.begin()
+    wire.begin_turns()
 
     def run(part: Tensor) -> Tensor:
         for layer in layers:
             part = checkpoint(layer, part, use_reentrant=False) if kept else layer(part)
         return part
 
-    halves = turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
+    halves = wire.turns.run([lambda: run(x[:2]), lambda: run(x[2:])], [], [torch.default_generator])
     forward, wire.events = wire.events, []
     torch.cat(halves).square().sum().backward()
     return forward, wire.events, layers, x
@@ -134,9 +125,6 @@ def test_every_exchange_of_a_sequence_is_hidden_but_the_last(kept: bool) -> None
         assert [kind for kind, _ in events].count("start") == 2 * 2 * LAYERS, "recomputation communicates nothing"
         assert sum(hidden(events)) >= 2 * 2 * LAYERS - 2, "what ends a half has nobody left"
     found, x.grad = x.grad, None
-    alone: Any = KeptSums(TurningOps(Wire(), Turns()))
-    for layer in layers:
-        layer.ops = alone
     layers(x).square().sum().backward()
     torch.testing.assert_close(found, x.grad)
 
@@ -145,18 +133,14 @@ def test_gradients_of_some_channels() -> None:
     """Those of the others are the same on every rank already, and are not sent."""
 
     class Doubling(Wire):
-        def start_all_reduce(self, tensor: Tensor) -> Any:
-            assert tensor.shape == (2, 2) and tensor.is_contiguous()
-            tensor.mul_(2)
+        def start(self, x: Tensor, how: Exchange, move: str) -> Callable[[], Tensor]:
+            assert x.shape == (2, 2) and x.is_contiguous()
+            return lambda: x.mul_(2)
 
-        def wait(self, started: Any) -> None:
-            pass
-
-    turns = Turns()
-    ops = TurningOps(Doubling(), turns)
+    ops = Doubling()
     x = torch.randn(4, 3, requires_grad=True)
-    channels = torch.tensor([0, 2])
-    turns.run([lambda: ops.copy_to_region(x[:2], channels).sum().backward()], [], [])
+    how = Exchange.copy(-1, torch.tensor([0, 2]))
+    ops.turns.run([lambda: ops.exchange(x[:2], how).sum().backward()], [], [])
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.tensor([[2.0, 1.0, 2.0]] * 2 + [[0.0] * 3] * 2))
 

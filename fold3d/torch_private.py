@@ -1,0 +1,197 @@
+"""What fold3d takes from torch that torch does not promise to keep: one function for each, and a test of it
+(tests/test_torch_private.py) that says which release of torch has changed it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.checkpoint import _CheckpointFrame, detach_variable
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that tensors have in common which share memory; its own of a sparse one, whose parts have the
+    memory. When that is freed, another may get the number."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+def in_backward() -> bool:
+    """Returns whether the caller runs within a backward, such as where an activation checkpoint runs again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- activation checkpoints --
+
+
+class Checkpoint(NamedTuple):
+    """The innermost torch.utils.checkpoint, not a reentrant one, in which code runs."""
+
+    frame: Any
+    """The same in the forward and when backward runs the code again; it can be referred to weakly."""
+    run: Any
+    """Of this run of the code alone; likewise."""
+    again: bool
+    """Whether backward runs it again."""
+
+
+def checkpoint_around() -> Checkpoint | None:
+    """Returns the checkpoint in which the caller runs; None outside of one.
+
+    torch has no public way to ask for it. Its frame is in the closure of the hook that the checkpoint installs: itself
+    in the forward, a weak reference when backward runs the code again.
+    """
+    pack = saving_hook()
+    if pack is None:
+        return None
+    for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():
+        content = cell.cell_contents
+        again = isinstance(content, weakref.ref)
+        frame = content() if again else content
+        if isinstance(frame, _CheckpointFrame):
+            return Checkpoint(frame, pack, again)
+    return None
+
+
+def saving_hook() -> Any:
+    """Returns the hook that packs what graphs save here, which is the same object throughout a checkpoint; None where
+    there is none."""
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def run_again_within(frame: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Has backward run the code of a checkpoint within `around()`: torch restores generators and autocast for it, but
+    no function modes.
+
+    Args:
+        frame: a Checkpoint's.
+    """
+    again = frame.recompute_fn
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return again(*args, **kwargs)
+
+    frame.recompute_fn = recompute
+
+
+def functions_around() -> Iterator[type]:
+    """Yields the torch.autograd.Functions in whose forwards the caller's caller runs, the innermost first. Slow: it
+    walks the stack."""
+    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame.f_locals["cls"]
+        frame = frame.f_back
+
+
+def modules_around() -> Iterator[int]:
+    """Yields the ids of the modules in whose calls the caller's caller runs, the innermost first. Slow, likewise."""
+    code = torch.nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code:
+            yield id(frame.f_locals.get("self"))
+        frame = frame.f_back
+
+
+def is_called_by_detach_variable(depth: int) -> bool:
+    """Returns whether the function `depth` calls above this one is that by which a reentrant checkpoint detaches what
+    it is given."""
+    return sys._getframe(depth).f_code is detach_variable.__code__
+
+
+# -- the order of a backward --
+
+
+def place_in_backward(node: Any) -> int:
+    """Returns the number of a graph's node: of those that are ready, autograd runs the highest first."""
+    return int(node._sequence_nr())
+
+
+def set_place_in_backward(node: Any, number: int) -> None:
+    """Gives a node another number."""
+    node._set_sequence_nr(number)
+
+
+# -- modes of the thread --
+
+
+class Depth(NamedTuple):
+    """How far the thread's stacks of modes reach."""
+
+    functions: int = 0
+    dispatches: int = 0
+    hooks: Any = None
+    """The topmost hooks for saved tensors."""
+
+    @classmethod
+    def now(cls) -> Depth:
+        """Returns that of this thread as it is."""
+        hooks = _autograd._top_saved_tensors_default_hooks(True)
+        return cls(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), hooks)
+
+
+class Modes(NamedTuple):
+    """Taken off the thread, the topmost first."""
+
+    hooks: list[Any]
+    functions: list[Any]
+    dispatches: list[Any]
+
+
+def take_modes_off(above: Depth) -> Modes:
+    """Takes hooks for saved tensors, function and dispatch modes off the thread that are above; returns them."""
+    hooks: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and top != above.hooks:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    functions = [
+        torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - above.functions)
+    ]
+    dispatches = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - above.dispatches)]
+    return Modes(hooks, functions, dispatches)
+
+
+def put_modes_on(modes: Modes) -> None:
+    """Puts on top of the thread's modes what was taken off."""
+    for hooks in reversed(modes.hooks):
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+    for mode in reversed(modes.functions):
+        torch._C._push_on_torch_function_stack(mode)
+    for mode in reversed(modes.dispatches):
+        _push_mode(mode)
+
+
+def follows_operations() -> bool:
+    """Returns whether any mode looks at every operation of this thread, as a recording does."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+# -- compiled code, calls of modules --
+
+
+def try_latest_code_first(on: bool) -> None:
+    """Whether a compiled function tries the code that ran last before that which was compiled first, as by default."""
+    torch._C._dynamo.eval_frame._set_lru_cache(on)  # type: ignore[attr-defined]
+
+
+def wrap_call(module: torch.nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces on one module what runs its forward with its hooks by what `around` makes of that."""
+    module._call_impl = around(module._call_impl)  # type: ignore[method-assign]
+
+
+def unwrap_call(module: torch.nn.Module) -> None:
+    """Takes off what `wrap_call` has put on a module or on that of which it is a copy."""
+    vars(module).pop("_call_impl", None)
