@@ -78,6 +78,11 @@ def test_what_is_no_plain_markdown_is_found() -> None:
     assert not list(pages.raw(f"# A `{{title}}`\n\n[b](c.md), `{{d}}`\n\n{table}\n```python\n{{}}\n```\n"))
 
 
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    assert {(index.parent / link).resolve() for link in pages.links(index)} == set(pages.SITE) - {index}
+
+
 def test_every_picture_is_shown() -> None:
     shown = {(page.parent / image).resolve() for page in PAGES for image in pages.links(page, images=True)}
     assert set((ROOT / "docs" / "img").iterdir()) <= shown
