@@ -1,6 +1,6 @@
 """The simulator against the Fold3D paper: fed with Megatron's rows of its Tables II and III, it predicts Fold3D's.
 
-    python benchmarks/fold3d_tables.py [--write docs/fold3d_tables.md] [--json FILE]
+    python benchmarks/fold3d_tables.py [--write docs/evidence/fold3d_tables.md] [--json FILE]
 
 From each Megatron row it takes forward, backward, DP.sync and PP.sync (milliseconds of the critical path); from the
 Fold3D row only the number of segments. What the paper does not say is explained in the page that --write renews.

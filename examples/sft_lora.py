@@ -1,7 +1,7 @@
 """Fine-tunes a language model with TRL and LoRA on the help pages of Python: what may follow a page's name.
 
 As TRL's sft.py does it, on what every machine has; the two lines that differ from the stock script are marked. Needs
-TRL (`pip install fold3d[trl]`). Start it with torchrun:
+TRL (`pip install --no-build-isolation ".[trl]"` in a clone). Start it with torchrun:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/sft_lora.py --dp 2 --pp 2 --output_dir out/sft
 

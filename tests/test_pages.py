@@ -65,6 +65,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in pages.anchors(there), f"{target}: headings are {sorted(pages.anchors(there))}"
 
 
+@EVERY_PAGE
+def test_it_reads_as_plain_markdown(page: Path) -> None:
+    assert not list(pages.raw(page.read_text()))
+
+
+def test_what_is_no_plain_markdown_is_found() -> None:
+    table = "| a | b |\n| - | - |\n| c | [d](e.md) |\n"
+    directives = ("```{toctree}\nlayout\n```", ":::{note}", "{doc}`layout`")
+    for text in (*directives, "see [](layout.md)", f"{table}\n| e | f |"):
+        assert len(list(pages.raw(text))) == 1, text
+    assert not list(pages.raw(f"# A `{{title}}`\n\n[b](c.md), `{{d}}`\n\n{table}\n```python\n{{}}\n```\n"))
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    assert {(index.parent / link).resolve() for link in pages.links(index)} == set(pages.SITE) - {index}
+
+
 def test_every_picture_is_shown() -> None:
     shown = {(page.parent / image).resolve() for page in PAGES for image in pages.links(page, images=True)}
     assert set((ROOT / "docs" / "img").iterdir()) <= shown
@@ -188,7 +206,7 @@ def test_log_keys_are_those_of_the_code() -> None:
 
 SLURM = {
     "srun": """#!/bin/sh
-shift
+while [ "${1#--}" != "$1" ]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & all="$all $!"; done
 for one in $all; do wait $one || exit 1; done
 """,
@@ -208,7 +226,7 @@ def test_the_script_for_slurm_runs(tmp_path: Path) -> None:
         ("train.py --dp 4 --pp 4 --gradient_accumulation_steps 16 --save_steps 500", f"{example} --dp 1 --pp 2"),
         ("--nproc-per-node 4", "--nproc-per-node 1"),
         ("IFNAME=eth0", "IFNAME=lo"),
-        ("29500", str(port)),
+        ("$((20000 + SLURM_JOB_ID % 10000))", str(port)),
         ("/shared/out", str(tmp_path / "out")),
     ):
         assert wanted in script, wanted
@@ -216,7 +234,7 @@ def test_the_script_for_slurm_runs(tmp_path: Path) -> None:
     for name, text in SLURM.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+    settings = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_CPUS_PER_TASK": "1"}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script],

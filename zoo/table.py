@@ -1,4 +1,4 @@
-"""The tables of verdicts in docs/models_table.md, of models that are cut, and docs/models_tp_table.md, of such whose
+"""The tables of verdicts in docs/evidence: models_table.md of models that are cut, models_tp_table.md of models whose
 weights are shared: written from what was measured, and read again by the test."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from zoo.bytes_sent import BytesSent
 from zoo.cases import KINDS, Case
 from zoo.verdict import CRASHED, EXACT, REFUSED, UNBUILT, WRONG, Verdict
 
-TABLE = Path(__file__).parents[1] / "docs" / "models_table.md"
+TABLE = Path(__file__).parents[1] / "docs" / "evidence" / "models_table.md"
 TP_TABLE = TABLE.with_name("models_tp_table.md")
 OUTCOMES = (EXACT, REFUSED, WRONG, CRASHED, UNBUILT)
 
 _HEAD = """\
 # Every model class
 
-Written by `python -m zoo --write docs/models_table.md`, with transformers {version}. Each class that
+Written by `python -m zoo --write docs/evidence/models_table.md`, with transformers {version}. Each class that
 transformers' own tables list for these kinds of models was made tiny with random weights, in float64 (float32 where
 torch has an operation in no other precision), and trained on one batch: whole, and cut into four parts (`pp=2,
 segments=2`; in two or three, as the reason says, where it has no more blocks), in one process. Its loss and all
@@ -47,8 +47,8 @@ all; and a loss that reads what the model returns unasked. Empty: not judged yet
 _TP_HEAD = """\
 # Every model class with tensor parallelism
 
-Written by `python -m zoo --tp --write docs/models_tp_table.md`, with transformers {version}. The tiny models of
-[the other table](models_table.md), each trained on its batch by two processes that share its weights (`tp=2`), once
+Written by `python -m zoo --tp --write docs/evidence/models_tp_table.md`, with transformers {version}. The tiny models
+of [the other table](models_table.md), each trained on its batch by two processes that share its weights (`tp=2`), once
 with `tp_overlap="none"` and once with `"sub"`, in float64 (float32 where torch has an operation in no other precision).
 The loss and all gradients, put together again, were compared with those of the plain model in one process.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/cluster/README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/cluster/README.md"]
 COMMANDS = sorted(
     {found for page in PAGES for found in re.findall(r"python ((?:-m )?benchmarks[\w./]*)", page.read_text())}
 )

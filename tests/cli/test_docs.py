@@ -1,4 +1,4 @@
-"""docs/schedule_ir.md shows what the tool says, and every picture can be drawn again.
+"""docs/internals/schedule_ir.md shows what the tool says, and every picture can be drawn again.
 
 After a wanted change:  FOLD3D_WRITE_DOCS=1 python -m pytest tests/cli/test_docs.py
 """
@@ -17,7 +17,7 @@ from fold3d import schedule
 from fold3d.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "schedule_ir.md"
+PAGE = ROOT / "docs" / "internals" / "schedule_ir.md"
 PAGES = {PAGE: 3, ROOT / "docs" / "tensor-parallel.md": 1}
 """Pages with outputs of the command, and how many at least."""
 BAD = "0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n"  # bad.csv of the page
@@ -58,7 +58,7 @@ def test_shown_output(capsys, path, shown):
 @pytest.mark.usefixtures("_page_folder")
 def test_pictures(tmp_path):
     commands = list(DRAWN.finditer(PAGE.read_text()))
-    assert {match["name"] for match in commands} == set(re.findall(r"\]\(img/(\w+\.png)\)", PAGE.read_text()))
+    assert {match["name"] for match in commands} == set(re.findall(r"\]\(\.\./img/(\w+\.png)\)", PAGE.read_text()))
     for match in commands:
         assert main(shlex.split(match["command"])) == 0
         drawn = (tmp_path / "docs" / "img" / match["name"]).read_bytes()

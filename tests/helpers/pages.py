@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parents[2]
-SITE = sorted((ROOT / "docs").glob("*.md"))
+SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/cluster/README.md")),
     *SITE,
@@ -16,6 +19,7 @@ PAGES = [
 _FENCE = re.compile(r"^(?P<mark>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=mark)\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(?P<title>.+?)\s*$", re.MULTILINE)
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 def name(path: Path) -> str:
@@ -53,3 +57,18 @@ def anchors(page: Path) -> set[str]:
 def code_spans(page: Path) -> Iterator[str]:
     """Yields what stands in backticks outside of fences."""
     yield from re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def raw(text: str) -> Iterator[str]:
+    """Yields what a reader in the repository sees raw, or not at all: directives and roles of Sphinx, links without a
+    text, rows that stand outside of a table."""
+    for token in _MARKDOWN.parse(text):
+        if token.type == "fence" and token.info.startswith("{"):
+            yield token.info
+        if token.type == "inline":
+            yield from re.findall(r"^(?:\||:::).*", token.content, re.MULTILINE)
+            for one, following in pairwise(token.children or []):
+                if (one.type, following.type) == ("link_open", "link_close"):
+                    yield f"[]({one.attrs['href']})"
+                if following.type == "code_inline" and re.search(r"\{[\w:-]+\}$", one.content):
+                    yield f"{one.content}`{following.content}`"
