@@ -124,8 +124,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "transport": ("auto", "c10d"),
 }
 """Too many values for one layout's few m: each occurs with every dp, pp and segments it can go with, and every m."""
-SINGLE = frozenset(info.name for info in registry() if not info.uses_segments)
-"""Schedules of one segment."""
+SINGLE = frozenset(info.name for info in registry() if info.segments or not info.uses_segments)
+"""Schedules of one number of segments."""
 
 
 def micro_batches(pp: int) -> list[int]:
@@ -204,7 +204,7 @@ def _spread(bases: list[Case], random_: random.Random) -> list[Case]:
         options = []
         while len(options) < 100:
             settings = {name: random_.choice(values) for name, values in (FLAGS | CHOICES).items()}
-            if settings["schedule"] == "fold":
+            if settings["schedule"] in ("fold", "kfkb"):
                 settings["group_size"] = random_.choice((None, 1, (base.m + 1) // 2, base.m))
             if number % TRAINER_EVERY == TRAINER_EVERY - 1:
                 settings |= {"through": "trainer", "transport": "auto"}
@@ -221,7 +221,7 @@ def _spread(bases: list[Case], random_: random.Random) -> list[Case]:
 
 
 def _worth(pairs: set[tuple[Any, ...]]) -> int:
-    # Schedules without segments fit few layouts, so a place for them must not be missed.
+    # These schedules fit few layouts, so a place for them must not be missed.
     return sum(3 if pair[-1] in SINGLE else 1 for pair in pairs)
 
 
