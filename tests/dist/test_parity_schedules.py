@@ -21,12 +21,12 @@ CASES = [
     Case(dp=2, pp=2, segments=2, m=5, schedule="zb_v", family="opt", tied=False, frozen=True, labels="empty"),
     Case(pp=3, segments=2, m=7, schedule="zb_v", layers=6, transport="c10d"),
     Case(tp=2, pp=2, segments=2, m=4, schedule="zb_v", sequence_parallel=True),
-    Case(dp=2, pp=2, segments=2, m=4, schedule="zb_v", through="trainer", dropout=0.1),
+    Case(dp=2, pp=2, segments=2, m=4, schedule="zb_v", through="trainer"),
     Case(segments=2, m=3, schedule="zb_v", family="plain", dtype="float32"),
     Case(pp=2, segments=2, m=4, schedule="zb_v", offload="activations"),
     Case(dp=2, pp=2, m=5, schedule="kfkb", group_size=3, labels="ragged", transport="c10d"),
     Case(pp=2, m=4, schedule="kfkb", through="trainer"),
-    Case(dp=2, pp=2, m=4, schedule="shifted_critical_path", recompute=True, dropout=0.1),
+    Case(dp=2, pp=2, m=4, schedule="shifted_critical_path", recompute=True),
     Case(pp=4, m=4, schedule="shifted_critical_path"),
 ]
 
