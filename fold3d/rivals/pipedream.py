@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class PipedreamPlan:
     @property
     def noam(self) -> int:
         """Inputs that a replica of the first stage admits before it takes the first gradient (NOAM, section 3.2)."""
-        return -(-self.workers // self.stages[0].replicas)
+        return math.ceil(self.workers / self.stages[0].replicas)
 
     @property
     def warm_up(self) -> tuple[int, ...]:

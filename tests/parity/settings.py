@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fold3d.schedule import registry
+from tests.dist import parity_cases
 from tests.dist.parity_cases import BUCKET_BYTES, Case
 from tests.dist.parity_jobs import IN_A_LOOP
 
@@ -31,10 +32,7 @@ MOST_CHUNKS = 8
 LAYERS = {"t5": 4}
 """Family -> layers, 3 of the others; as many as there are chunks where that is more. Each stack of T5 has two: with one
 nobody takes what its block returns as it is, and the sequence is not shared."""
-ELSEWHERE_SCHEDULES = ("kfkb", "shifted_critical_path", "zb_v")
-"""Other orders of the same actions, and another style: tests/dist/test_parity_schedules.py. With them there would be
-half as many cases again."""
-SCHEDULES = {info.name: info for info in registry() if info.name not in ELSEWHERE_SCHEDULES}
+SCHEDULES = {info.name: info for info in registry() if info.name not in parity_cases.ELSEWHERE}
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     # the layout
