@@ -124,10 +124,10 @@ class ParallelConfig:
     group_size: int | str = setting(
         AUTO,
         "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules that use it "
-        "(fold).",
+        "(fold; kfkb, where it is k).",
     )
-    """N: micro-batches that pass a segment before the next segment starts; only for schedules that use it. "auto": the
-    planner's, or the schedule's own default."""
+    """N: micro-batches that pass a segment before the next segment starts; k of kfkb; only for schedules that use it.
+    "auto": the planner's, or the schedule's own default."""
     tp_plan: Mapping[str, str] | None = setting(
         None,
         "Dict, as JSON on the command line, from module names or patterns to how their weights are spread, where "

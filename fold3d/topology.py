@@ -9,10 +9,15 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+LOOP, V = "loop", "v"
+"""Styles: on which stage a chunk lives, by the names of torch.distributed.pipelining. LOOP: every segment runs from
+stage 0 to the last one. V: every second segment runs back, so that neighbouring segments meet on one stage."""
 
-def stage_of(chunk: int, pp: int) -> int:
+
+def stage_of(chunk: int, pp: int, style: str = LOOP) -> int:
     """Returns the stage that model chunk `chunk` lives on."""
-    return chunk % pp
+    segment, place = divmod(chunk, pp)
+    return pp - 1 - place if style == V and segment % 2 == 1 else place
 
 
 def segment_of(chunk: int, pp: int) -> int:
@@ -25,14 +30,18 @@ def num_segments(num_chunks: int, pp: int) -> int:
     return num_chunks // pp
 
 
-def chunks_of(stage: int, num_chunks: int, pp: int) -> range:
-    """Returns the model chunks of one stage: segment * pp + stage for every segment."""
-    return range(stage, num_chunks, pp)
+def chunks_of(stage: int, num_chunks: int, pp: int, style: str = LOOP) -> Sequence[int]:
+    """Returns the model chunks of one stage, ascending: one of every segment."""
+    if style == LOOP:
+        return range(stage, num_chunks, pp)
+    return [chunk for chunk in range(num_chunks) if stage_of(chunk, pp, style) == stage]
 
 
-def of_stage(per_chunk: Sequence[T], stage: int, pp: int) -> Sequence[T]:
+def of_stage(per_chunk: Sequence[T], stage: int, pp: int, style: str = LOOP) -> Sequence[T]:
     """Returns the entries of one stage's chunks, of a sequence with one for each chunk of the model."""
-    return per_chunk[stage::pp]
+    if style == LOOP:
+        return per_chunk[stage::pp]
+    return [per_chunk[chunk] for chunk in chunks_of(stage, len(per_chunk), pp, style)]
 
 
 class Coordinates(NamedTuple):
@@ -78,6 +87,10 @@ class Topology:
     pp: int
     rank: int
     tp: int = 1
+    style: str = LOOP
+    """LOOP or V: on which stages the chunks live."""
+    segments: int | None = None
+    """Of the model, where `style` is V; else nobody asks."""
 
     def __post_init__(self) -> None:
         if min(self.dp, self.pp, self.tp) < 1 or not 0 <= self.rank < self.world:
@@ -109,9 +122,14 @@ class Topology:
         return self.coordinates(self.rank).tp
 
     @property
-    def is_last_stage(self) -> bool:
+    def loss_stage(self) -> int:
+        """The stage that has the last chunk, and with it the loss."""
+        return stage_of((self.segments or 1) * self.pp - 1, self.pp, self.style)
+
+    @property
+    def has_loss(self) -> bool:
         """Whether this rank's stage has the last chunk, and with it the loss."""
-        return self.pp_rank == self.pp - 1
+        return self.pp_rank == self.loss_stage
 
     def rank_of(self, dp_rank: int, pp_rank: int, tp_rank: int | None = None) -> int:
         """Returns the global rank of stage `pp_rank` in replica `dp_rank`, at this rank's place on the axis tp if no
@@ -169,6 +187,6 @@ class Topology:
         """The stage that activations come from, round the ring."""
         return (self.pp_rank - 1) % self.pp
 
-    def chunks(self, segments: int) -> range:
+    def chunks(self, segments: int) -> Sequence[int]:
         """Returns the chunks of this rank."""
-        return chunks_of(self.pp_rank, segments * self.pp, self.pp)
+        return chunks_of(self.pp_rank, segments * self.pp, self.pp, self.style)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CPP_ROOMS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
-    *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random", "core"),
+    *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random"),
+    *("core/rivals", "core"),
     *(
         "comm/base",
         "comm/arbiter",
@@ -63,6 +64,7 @@ PYTHON_ROOMS = (
     "weights",
     "placement",
     "plan",
+    "rivals",
     "faults",
     "comms",
     "profile",

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fold3d.topology import Submesh, Topology, chunks_of, coordinates, num_segments, of_stage, segment_of, stage_of
+from fold3d.topology import Submesh, Topology, V, chunks_of, coordinates, num_segments, of_stage, segment_of, stage_of
 
 MESHES = [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 4, 2), (2, 1, 4)]
 
@@ -21,7 +21,7 @@ def test_ranks_count_through_the_axes_from_the_innermost(dp: int, pp: int, tp: i
         assert topology.rank_of(*place) == rank
         assert topology.rank_of(place[0], place[1]) == rank  # at its own place on the axis tp
         assert rank in topology.pipeline(place[0]) and rank in topology.replicas(place[1])
-        assert topology.is_last_stage == (place[1] == pp - 1)
+        assert topology.has_loss == (place[1] == pp - 1)
         assert len({*topology.pipeline(place[0])}) == pp and len({*topology.replicas(place[1])}) == dp
         assert topology.pipeline(place[0], place[2]) == topology.pipeline(place[0])
         assert topology.replica(place[0]) == sorted(r for r in range(dp * pp * tp) if r // (pp * tp) == place[0])
@@ -52,6 +52,16 @@ def test_chunks_go_round_the_stages() -> None:
             assert chunk in chunks_of(stage_of(chunk, pp), chunks, pp)
             assert of_stage(range(chunks), stage_of(chunk, pp), pp) == chunks_of(stage_of(chunk, pp), chunks, pp)
         assert list(Topology(dp=1, pp=pp, rank=pp - 1).chunks(segments)) == [*range(pp - 1, chunks, pp)]
+
+
+def test_style_v_runs_every_second_segment_back() -> None:
+    assert [stage_of(chunk, 3, V) for chunk in range(9)] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
+    assert [[*chunks_of(stage, 9, 3, V)] for stage in range(3)] == [[0, 5, 6], [1, 4, 7], [2, 3, 8]]
+    assert of_stage("abcdef", 1, 3, V) == ["b", "e"]
+    for segments, loss_stage in ((1, 2), (2, 0), (3, 2)):
+        topology = Topology(dp=1, pp=3, rank=loss_stage, style=V, segments=segments)
+        assert topology.loss_stage == loss_stage and topology.has_loss
+    assert Topology(dp=1, pp=3, rank=1, style=V, segments=2).chunks(2) == [1, 4]
 
 
 def test_neighbours_go_round_the_ring() -> None:

@@ -56,14 +56,16 @@ void bind_action(py::module_& module) {
 
 void bind_schedule(py::module_& module) {
   py::class_<Schedule>(module, "Schedule", "Ordered actions of every rank for one step; immutable, compared by value.")
-      .def(py::init([](int pp, int segments, int micro_batches, std::vector<std::vector<Action>> ranks) {
-             return Schedule{Shape{pp, segments, micro_batches}, std::move(ranks)};
+      .def(py::init([](int pp, int segments, int micro_batches, std::vector<std::vector<Action>> ranks,
+                       const std::string& style) {
+             return Schedule{Shape{pp, segments, micro_batches, core::parse_style(style)}, std::move(ranks)};
            }),
-           py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("ranks"))
+           py::arg("pp"), py::arg("segments"), py::arg("micro_batches"), py::arg("ranks"), py::arg("style") = "loop")
       .def_property_readonly("pp", [](const Schedule& s) { return s.shape.pp; })
       .def_property_readonly("segments", [](const Schedule& s) { return s.shape.segments; })
       .def_property_readonly("micro_batches", [](const Schedule& s) { return s.shape.micro_batches; })
       .def_property_readonly("ranks", [](const Schedule& s) { return s.ranks; })
+      .def_property_readonly("style", [](const Schedule& s) { return core::to_string(s.shape.style); })
       .def_property_readonly("has_comm", [](const Schedule& s) { return core::has_comm(s); })
       .def_property_readonly("has_backward", [](const Schedule& s) { return core::has_backward(s); })
       .def("reduce_order", &core::reduce_order, py::arg("stage"),
@@ -74,10 +76,12 @@ void bind_schedule(py::module_& module) {
       .def(py::self == py::self)
       .def(py::pickle(
           [](const Schedule& s) {
-            return py::make_tuple(s.shape.pp, s.shape.segments, s.shape.micro_batches, s.ranks);
+            return py::make_tuple(s.shape.pp, s.shape.segments, s.shape.micro_batches, s.ranks,
+                                  core::to_string(s.shape.style));
           },
           [](const py::tuple& t) {
-            return Schedule{Shape{t[0].cast<int>(), t[1].cast<int>(), t[2].cast<int>()},
+            return Schedule{Shape{t[0].cast<int>(), t[1].cast<int>(), t[2].cast<int>(),
+                                  core::parse_style(t[4].cast<std::string>())},
                             t[3].cast<std::vector<std::vector<Action>>>()};
           }));
   module.def("parse_csv", [](const std::string& text) { return core::parse_csv(text); }, py::arg("text"));
@@ -131,7 +135,10 @@ void bind_registry(py::module_& module) {
       .def_readonly("help", &core::SchedulerInfo::help)
       .def_readonly("uses_segments", &core::SchedulerInfo::uses_segments)
       .def_readonly("uses_group_size", &core::SchedulerInfo::uses_group_size)
-      .def_readonly("uses_turn", &core::SchedulerInfo::uses_turn);
+      .def_readonly("uses_turn", &core::SchedulerInfo::uses_turn)
+      .def_readonly("segments", &core::SchedulerInfo::segments)
+      .def("allows", &core::SchedulerInfo::allows, py::arg("segments"))
+      .def_property_readonly("style", [](const core::SchedulerInfo& info) { return core::to_string(info.style); });
   module.def("registry", &core::registry);
   module.def(
       "generate",

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -112,7 +113,7 @@ class PyExecutor {
              const py::object& device, double timeout_seconds, const std::string& name,
              const std::shared_ptr<comm::TcpPeers>& peers, const std::shared_ptr<comm::NicArbiter>& arbiter,
              const core::Hosts& hosts, std::optional<runtime::OffloadOptions> offload,
-             std::shared_ptr<runtime::StreamClock> clock, bool makes_room) {
+             std::shared_ptr<runtime::StreamClock> clock, bool makes_room, const std::string& style) {
     if (!clock) clock = std::make_shared<runtime::StreamClock>(py::cast<c10::Device>(device));
     for (const py::object& chunk : chunks) chunks_.push_back(std::make_shared<PyChunk>(chunk));
     std::shared_ptr<runtime::Offloader> offloader;
@@ -122,10 +123,15 @@ class PyExecutor {
       offloader = comm::make_for_process<runtime::Offloader>(py::cast<c10::Device>(device), *std::move(offload), clock);
     }
     if (pp > 1) {
-      const runtime::GroupNames names{groups.at("send_forward"), groups.at("recv_forward"), groups.at("send_backward"),
-                                      groups.at("recv_backward")};
+      runtime::GroupNames names{groups.at("send_forward"), groups.at("recv_forward"), groups.at("send_backward"),
+                                groups.at("recv_backward")};
+      constexpr std::array kQueues{"send_forward", "recv_forward", "send_backward", "recv_backward"};
+      for (std::size_t queue = 0; queue < kQueues.size(); ++queue) {
+        const auto found = groups.find(std::string(kQueues[queue]) + "_against");
+        if (found != groups.end()) names.against[queue] = found->second;
+      }
       comm::Options options;
-      options.shape = {pp, static_cast<int>(chunks.size()), 1};
+      options.shape = {pp, static_cast<int>(chunks.size()), 1, core::parse_style(style)};
       options.stage = stage;
       options.timeout = comm::milliseconds(timeout_seconds);
       options.name = name;
@@ -319,14 +325,14 @@ void bind_runtime(py::module_& module) {
           py::init<const std::vector<py::object>&, int, int, const std::map<std::string, std::string>&, py::object,
                    double, const std::string&, const std::shared_ptr<comm::TcpPeers>&,
                    const std::shared_ptr<comm::NicArbiter>&, const core::Hosts&, std::optional<runtime::OffloadOptions>,
-                   std::shared_ptr<runtime::StreamClock>, bool>(),
+                   std::shared_ptr<runtime::StreamClock>, bool, const std::string&>(),
           py::arg("chunks"), py::arg("stage"), py::arg("pp"), py::arg("groups"), py::arg("device"),
           py::arg("timeout_seconds"), py::arg("name"), py::arg("peers") = nullptr, py::arg("arbiter") = nullptr,
           py::arg("hosts") = core::Hosts{}, py::arg("offload") = std::nullopt, py::arg("clock") = nullptr,
-          py::arg("makes_room") = true,
+          py::arg("makes_room") = true, py::arg("style") = "loop",
           "`hosts`: of each stage, as numbers; none: a host for each. `offload`: None: nothing leaves the device. "
           "`clock`: of the device; None: one of its own. `makes_room`: whether DP.sync lets messages pass; the same on "
-          "every rank.")
+          "every rank. `style`: on which stages the chunks of the schedules live.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
            py::arg("micro_batches"),
            "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "

@@ -44,19 +44,20 @@ void bind_tcp_peers(py::module_& module) {
       .def(
           "connect",
           [](comm::TcpPeers& peers, const std::pair<std::string, int>& next,
-             const std::pair<std::string, int>& previous, double timeout_seconds) {
+             const std::pair<std::string, int>& previous, double timeout_seconds, bool both_ways) {
             const py::gil_scoped_release release;
             peers.connect({next.first, next.second}, {previous.first, previous.second},
-                          comm::milliseconds(timeout_seconds));
+                          comm::milliseconds(timeout_seconds), both_ways);
           },
-          py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"),
-          "Connects to where the next and the previous stage listen; all stages call.")
+          py::arg("next"), py::arg("previous"), py::arg("timeout_seconds"), py::arg("both_ways") = false,
+          "Connects to where the next and the previous stage listen, `both_ways` for segments that run back; all "
+          "stages call.")
       .def(
           "send",
           [](comm::TcpPeers& peers, const at::Tensor& message, bool forward) {
             const std::span<std::byte> bytes = bytes_of(message);
             const py::gil_scoped_release release;
-            peers.send(channel_of(forward), bytes);
+            peers.send(channel_of(forward), forward ? peers.next() : peers.previous(), bytes);
           },
           py::arg("message"), py::arg("forward"), "Sends bytes to the next stage if `forward`, else to the previous.")
       .def(
@@ -64,7 +65,7 @@ void bind_tcp_peers(py::module_& module) {
           [](comm::TcpPeers& peers, const at::Tensor& message, bool forward) {
             const std::span<std::byte> bytes = bytes_of(message);
             const py::gil_scoped_release release;
-            peers.recv(channel_of(forward), bytes);
+            peers.recv(channel_of(forward), forward ? peers.previous() : peers.next(), bytes);
           },
           py::arg("message"), py::arg("forward"), "Fills `message` from the stage before if `forward`, else the next.")
       .def("abort", &comm::TcpPeers::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),

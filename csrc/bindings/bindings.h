@@ -37,4 +37,7 @@ void bind_tensor_sync(pybind11::module_& module);
 /// memory_curves). Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
 
+/// Adds what other planners would choose (csrc/core/rivals).
+void bind_rivals(pybind11::module_& module);
+
 }  // namespace fold3d::bindings

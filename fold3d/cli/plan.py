@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import model_option, tp_option
+from fold3d.cli import model_option, rivals, tp_option
 from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
@@ -64,6 +64,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to host memory and back, default 25"
     )
     tp_option.add(costs)
+    made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this one would choose")
     made.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
@@ -101,6 +102,8 @@ def run(options: argparse.Namespace) -> None:
     print(proposal.table)
     print(f"strategy: {proposal.strategy}")
     for line in _against_rivals(options, job, proposal, whole):
+        print(line)
+    for line in rivals.lines(options.planner, options, job, whole) if options.planner else ():
         print(line)
     print(breakdown_table("stage", proposal.prediction))
     print(memory_table(predicted_curves(job, proposal.strategy)))
@@ -300,6 +303,7 @@ class _Layers:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
         from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
         from fold3d.plan.job import Job
+        from fold3d.schedule import style_of
 
         config = _config(self._options, mesh.tp, mesh.pp, mesh.micro_batches)
         latency, bandwidth = self._options.latency / 1e6, self._options.bandwidth * 1e9 / 8
@@ -312,6 +316,7 @@ class _Layers:
             dp=mesh.dp,
             tp=mesh.tp,
             pp=mesh.pp,
+            style=style_of(config.schedule),
             micro_batches=mesh.micro_batches,
             memory_limit=config.memory_size,
             action_seconds=ACTION_SECONDS,

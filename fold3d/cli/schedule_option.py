@@ -18,7 +18,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--pp", type=int, help="stages; required with a name")
     parser.add_argument("-m", "--micro-batches", type=int, help="micro-batches per step; required with a name")
     parser.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp chunks, default 1")
-    parser.add_argument("-n", "--group-size", type=int, help="N: micro-batches per segment (schedule fold)")
+    parser.add_argument(
+        "-n", "--group-size", type=int, help="N: micro-batches per segment (schedule fold); k (schedule kfkb)"
+    )
     parser.add_argument("--turn", choices=("all", "1f1b"), help="how the last segment turns around (schedule fold)")
 
 

@@ -19,10 +19,11 @@ def run(options: argparse.Namespace) -> None:
     infos = schedules.registry()
     width = max(len(info.name) for info in infos)
     for info in infos:
+        segments = f"segments={info.segments}" if info.segments else "segments"
         used = [
             name
             for name, is_used in (
-                ("segments", info.uses_segments),
+                (segments, info.uses_segments),
                 ("group_size", info.uses_group_size),
                 ("turn", info.uses_turn),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from fold3d.comms.shared_gloo import new_group
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup
 from fold3d.device import is_accelerator
-from fold3d.topology import Submesh, Topology
+from fold3d.topology import Submesh, Topology, V
 
 QUEUES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 """Of one rank: messages of one kind, one after the other."""
+AGAINST = "_against"
+"""Ends the name of a queue's group against its usual way, which is forward to the next stage, backward to the one
+before. Segments that run back send so."""
 
 
 class Groups:
@@ -103,14 +107,15 @@ class Groups:
     def _make_lines(self, pipelines: list[list[int]]) -> None:
         """Makes the groups by which this rank's four queues send and receive."""
         pp, stage = self.topology.pp, self.topology.pp_rank
-        for direction in ("forward", "backward"):
+        ways = ("", AGAINST) if self.topology.style == V and pp > 2 else ("",)
+        for direction, way in product(("forward", "backward"), ways):
             # A library does what one communicator is told one after the other: with both directions, or two links, in
             # one, ranks could wait for each other in a circle. So for each link one, of two ranks.
             ends = [[_link(pipeline, near) for pipeline in pipelines] for near in range(pp)]
             links = [self._own(ranks, own_thread=True, urgent=True) for ranks in ends]
             after, before = links[stage], links[stage - 1]
-            out, into = (after, before) if direction == "forward" else (before, after)
-            self.p2p |= {f"send_{direction}": out, f"recv_{direction}": into}
+            out, into = (after, before) if (direction == "forward") == (way == "") else (before, after)
+            self.p2p |= {f"send_{direction}{way}": out, f"recv_{direction}{way}": into}
 
     def p2p_names(self) -> dict[str, str]:
         """Returns the names under which C++ finds the groups of `p2p`; empty where there is nobody to talk to."""

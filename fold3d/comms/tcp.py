@@ -10,7 +10,7 @@ from fold3d import _C
 from fold3d.comms.interface import local_address
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import ConfigError
-from fold3d.topology import Topology
+from fold3d.topology import Topology, V
 
 
 def uses_tcp(transport: str, device: torch.device) -> bool:
@@ -34,5 +34,6 @@ def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.
     peers = _C.TcpPeers(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
     endpoints = pipeline.share(pipeline.gather((host, peers.port)))
     with world.progress.life.ending(peers):
-        peers.connect(endpoints[topology.next_stage], endpoints[topology.previous_stage], timeout)
+        both_ways = topology.style == V
+        peers.connect(endpoints[topology.next_stage], endpoints[topology.previous_stage], timeout, both_ways)
     return peers

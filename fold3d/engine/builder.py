@@ -139,6 +139,7 @@ def _connect(
         offload,
         clock,
         makes_room,
+        topology.style,
     )
     for part in (executor, sync):
         progress.life.end_with(part)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fold3d import schedule as schedules
 from fold3d.comms.consistency import all_or_none
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
@@ -101,9 +102,16 @@ class Engine(state.WholeState):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.model = model
         self.max_grad_norm = max_grad_norm
-        self.topology = Topology(dp=config.resolve_dp(world), pp=config.pp, tp=config.tp, rank=rank)
         self.config = config
-        constraints = resolve_auto(config, self.topology.dp)
+        constraints = resolve_auto(config, config.resolve_dp(world))
+        self.topology = Topology(
+            dp=config.resolve_dp(world),
+            pp=config.pp,
+            tp=config.tp,
+            rank=rank,
+            style=schedules.style_of(config.schedule),
+            segments=constraints.segments,
+        )
         if constraints.segments is not None and config.micro_batch_size is None:  # a bad schedule ends here
             programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())

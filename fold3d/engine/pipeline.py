@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def has_result(self) -> bool:
         """Whether what `run` returns on this rank counts: others have nothing, or the same."""
-        return self._topology.is_last_stage and self._topology.tp_rank == 0
+        return self._topology.has_loss and self._topology.tp_rank == 0
 
     def result_everywhere(self, result: Any, micro_batch: MicroBatch) -> Any:
         """Returns the last stage's `result`, any nesting of tensors and plain values, on every stage. Raises as
@@ -89,7 +89,7 @@ class Pipeline:
         if self._is_alone:
             return result
         self._meet(torch.zeros((), dtype=torch.float64), [micro_batch])
-        return broadcast_value(result, self._topology.pp - 1, self._world.pipeline)
+        return broadcast_value(result, self._topology.loss_stage, self._world.pipeline)
 
     def _meet(self, value: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sum of `value`, fp64, over the replica, once all its ranks had the same micro-batches."""

@@ -71,7 +71,7 @@ class _Chain:
             others += [(replica, self._receive(action)) for action in program if action.kind in _RECEIVER_OF]
         blockers = set()
         for other, action in others:
-            peer = self._topology.rank_of(other, stage_of(action.chunk, self._topology.pp), shard)
+            peer = self._topology.rank_of(other, stage_of(action.chunk, self._topology.pp, self._topology.style), shard)
             if peer != rank and not self._has_passed(peer, action):
                 blockers.add(peer)
         if not blockers and report.meets:  # nothing of the schedule keeps it: it waits for parameters

@@ -58,10 +58,10 @@ def bucket_layout(
         least_bytes: layers of a chunk join until a bucket's gradients have as many, in fp32.
     """
     reading = ReadingModules(trace)
-    layers_of = chunk_layers(trace, ranges, placement.pp) if trace is not None else None
+    layers_of = chunk_layers(trace, ranges, placement.pp, placement.style) if trace is not None else None
     specs: list[BucketSpec] = []
     planned = 0
-    for chunk in chunks_of(stage, len(ranges), placement.pp):
+    for chunk in chunks_of(stage, len(ranges), placement.pp, placement.style):
         if layers_of is not None:
             layers = [layer.parameters for layer in layers_of[chunk]]
         else:  # of a model that is not cut nothing is known but the order in which it names its parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fold3d.topology import chunks_of, stage_of
+from fold3d.topology import LOOP, chunks_of, stage_of
 from fold3d.trace import Trace
 
 PROLOGUE = -1
@@ -58,7 +58,7 @@ def chunk_parameters(names: Sequence[str], trace: Trace, ranges: Ranges, chunk: 
     return [name for name in names if name in needed]
 
 
-def chunk_layers(trace: Trace, ranges: Ranges, pp: int) -> list[list[Layer]]:
+def chunk_layers(trace: Trace, ranges: Ranges, pp: int, style: str = LOOP) -> list[list[Layer]]:
     """Returns the layers of every chunk in forward order, with the parameters whose gradients they complete.
 
     These are canonical names, each in the first layer of its stage that needs it: its gradient is complete when that
@@ -67,18 +67,19 @@ def chunk_layers(trace: Trace, ranges: Ranges, pp: int) -> list[list[Layer]]:
 
     Args:
         pp: stages.
+        style: on which of them the chunks live.
     """
     trace.check_ranges(list(ranges))
     canonical = trace.canonical()
     seen: list[set[str]] = [set() for _ in range(pp)]
     chunks: list[list[Layer]] = []
     for chunk in range(len(ranges)):
-        mine = seen[stage_of(chunk, pp)]
+        mine = seen[stage_of(chunk, pp, style)]
         layers: list[Layer] = []
         for layer in layers_of(trace, ranges, chunk):
             parameters = [*layer.parameters]
             if not layers and chunk < pp:
-                of_stage = chunks_of(chunk, len(ranges), pp)
+                of_stage = chunks_of(chunk, len(ranges), pp, style)  # which the first segment has on stage `chunk`
                 parameters += [name for other in of_stage for name in unread_in(trace, ranges, other)]
             names = dict.fromkeys(canonical.get(name, name) for name in parameters)
             fresh = [name for name in names if name not in mine]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fold3d.placement.layers import Ranges, chunk_parameters, unread_in
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.topology import Submesh, chunks_of, stage_of
+from fold3d.topology import LOOP, Submesh, chunks_of, stage_of
 from fold3d.trace import Trace
 
 
@@ -30,10 +30,18 @@ class ParameterPlacement:
     """Name of a block, or of a module around the blocks -> stage that runs it, or would, if no forward has yet."""
     sharding: ShardingPlan = field(default_factory=lambda: ShardingPlan(tp=1))
     """How parameters are spread over the ranks of a tensor-parallel group."""
+    style: str = LOOP
+    """On which stages the chunks live."""
 
     @classmethod
     def of(
-        cls, names: Sequence[str], trace: Trace | None, ranges: Ranges, pp: int, tied: Sequence[Sequence[str]]
+        cls,
+        names: Sequence[str],
+        trace: Trace | None,
+        ranges: Ranges,
+        pp: int,
+        tied: Sequence[Sequence[str]],
+        style: str = LOOP,
     ) -> ParameterPlacement:
         """Returns the placement of a model that is cut into `ranges`.
 
@@ -43,11 +51,11 @@ class ParameterPlacement:
             tied: groups of names of one tensor.
         """
         if trace is None:
-            return cls.from_needed([list(names)], tied, pp)
+            return cls.from_needed([list(names)], tied, pp, style=style)
         trace.check_ranges(list(ranges))
         modules: dict[str, int] = {}
         for chunk, (first, end) in enumerate(ranges):
-            stage = stage_of(chunk, pp)
+            stage = stage_of(chunk, pp, style)
             for region in range(first, end + (end == len(trace.blocks))):
                 modules.update(dict.fromkeys(trace.around[region], stage))
             modules.update(dict.fromkeys(trace.blocks[first:end], stage))
@@ -55,10 +63,10 @@ class ParameterPlacement:
                 modules.update(dict.fromkeys(_unread_modules(names, trace, region), stage))
         needed = [set(chunk_parameters(names, trace, ranges, chunk)) for chunk in range(len(ranges))]
         for chunk in range(len(ranges)):  # what nobody has read may be read by any chunk of its stage
-            for other in chunks_of(stage_of(chunk, pp), len(ranges), pp):
+            for other in chunks_of(stage_of(chunk, pp, style), len(ranges), pp, style):
                 needed[other].update(unread_in(trace, ranges, chunk))
         ordered = [[name for name in names if name in of_chunk] for of_chunk in needed]
-        return cls.from_needed(ordered, tied, pp, modules)
+        return cls.from_needed(ordered, tied, pp, modules, style)
 
     @classmethod
     def from_needed(
@@ -67,6 +75,7 @@ class ParameterPlacement:
         tied: Sequence[Sequence[str]],
         pp: int,
         modules: Mapping[str, int] | None = None,
+        style: str = LOOP,
     ) -> ParameterPlacement:
         """Returns the placement when chunk v needs `needed[v]` and each group in `tied` is one tensor."""
         canonical = {name: group[0] for group in tied for name in group}
@@ -79,23 +88,29 @@ class ParameterPlacement:
             needed=tuple(tuple(names) for names in needed),
             readers={name: tuple(chunks) for name, chunks in readers.items()},
             modules=modules or {},
+            style=style,
         )
 
     def sharded(self, plan: ShardingPlan) -> ParameterPlacement:
         """Returns the same over tensor-parallel groups that hold the parts of `plan`."""
         return replace(self, sharding=plan)
 
+    def stage_of(self, chunk: int) -> int:
+        """Returns the stage that a chunk lives on."""
+        return stage_of(chunk, self.pp, self.style)
+
     def held_by(self, stage: int) -> set[str]:
         """Returns the names of the parameters that a stage holds."""
-        return {name for chunk in chunks_of(stage, len(self.needed), self.pp) for name in self.needed[chunk]}
+        chunks = chunks_of(stage, len(self.needed), self.pp, self.style)
+        return {name for chunk in chunks for name in self.needed[chunk]}
 
     def readers_on(self, name: str, stage: int) -> tuple[int, ...]:
         """Returns the chunks of one stage that need parameter `name`, ascending."""
-        return tuple(chunk for chunk in self.readers[name] if stage_of(chunk, self.pp) == stage)
+        return tuple(chunk for chunk in self.readers[name] if self.stage_of(chunk) == stage)
 
     def home(self, name: str) -> int:
         """Returns the stage that is responsible for parameter `name`."""
-        return stage_of(self.readers[name][0], self.pp)
+        return self.stage_of(self.readers[name][0])
 
     def is_responsible(self, name: str, stage: int, tp_rank: int = 0) -> bool:
         """Whether the rank at a place of a replica is responsible for what it holds of parameter `name`."""
@@ -111,7 +126,7 @@ class ParameterPlacement:
         parameter `name` is summed: all that hold a copy, unless its gradient is the same on each already."""
         shard = self.sharding.shard_of(name)
         return Submesh(
-            pp=tuple(sorted({stage_of(chunk, self.pp) for chunk in self.readers[name]})),
+            pp=tuple(sorted({self.stage_of(chunk) for chunk in self.readers[name]})),
             tp=shard.holders(tp_rank) if shard is not None and shard.summed else (tp_rank,),
         )
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from fold3d.recompute import Recompute
-from fold3d.topology import stage_of
+from fold3d.topology import LOOP, stage_of
 
 
-def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> list[list[int]]:
+def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute, style: str = LOOP) -> list[list[int]]:
     """Returns of every chunk the places within it of the blocks that recompute each by itself.
 
     Every so many blocks of a stage do, whatever chunks they are in. A model that is one chunk recomputes block by block
@@ -19,6 +19,7 @@ def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> l
     Args:
         counts: blocks of every chunk.
         pp: stages.
+        style: on which of them the chunks live.
     Raises: ConfigError when `recompute` is said of another number of chunks.
     """
     found: list[list[int]] = []
@@ -27,8 +28,9 @@ def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> l
         every = 1 if choice.full and len(counts) == 1 else choice.every
         mine: list[int] = []
         for place in range(count if every else 0):
-            number = passed.setdefault((stage_of(chunk, pp), every), 0)
-            passed[stage_of(chunk, pp), every] += 1
+            stage = stage_of(chunk, pp, style)
+            number = passed.setdefault((stage, every), 0)
+            passed[stage, every] += 1
             if number % every == 0:
                 mine.append(place)
         found.append(mine)
@@ -36,7 +38,7 @@ def recomputed_places(counts: Sequence[int], pp: int, recompute: Recompute) -> l
 
 
 def recomputed_blocks(
-    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute
+    blocks: Sequence[str], ranges: Sequence[tuple[int, int]], pp: int, recompute: Recompute, style: str = LOOP
 ) -> list[str]:
     """Returns the names of these blocks; one that runs several times recomputes in all runs if it does in any.
 
@@ -45,7 +47,7 @@ def recomputed_blocks(
     Raises: ConfigError as `recomputed_places`.
     """
     parts = [blocks] if len(ranges) == 1 else [blocks[first:end] for first, end in ranges]
-    places = recomputed_places([len(part) for part in parts], pp, recompute)
+    places = recomputed_places([len(part) for part in parts], pp, recompute, style)
     return list(dict.fromkeys(part[place] for part, mine in zip(parts, places, strict=True) for place in mine))
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise, repeat
 from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
-from fold3d.topology import stage_of
+from fold3d.topology import LOOP, stage_of
 
 _NS = 1e9  # nanoseconds per second
 
@@ -56,6 +56,8 @@ class Work:
     layers: tuple[int, ...] = ()
     """At least 1: a chunk's times and gradients are spread evenly over its layers."""
     gradient_bytes: tuple[int, ...] = ()
+    style: str = LOOP
+    """On which stages the chunks live."""
 
     @staticmethod
     def even(
@@ -92,6 +94,7 @@ class Work:
             layers=tuple(mine),
             activation_bytes=(activation_bytes,) * len(mine),
             gradient_bytes=tuple(gradient_bytes * n // layers for n in mine),
+            style=schedule.style,
         )
 
     def in_buckets(self, bucket_bytes: int) -> Work:
@@ -197,7 +200,7 @@ def cluster_model(
         model.buckets = [
             [
                 (_ns(b.forward), _ns(b.backward), _sent(b.bytes, share, way), way == "zero1")
-                for b, way in zip(buckets, ways[stage_of(chunk, pp)], strict=False)
+                for b, way in zip(buckets, ways[stage_of(chunk, pp, work.style)], strict=False)
             ]
             for chunk, buckets in enumerate(work.buckets)
         ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fold3d.plan.cluster_model import Cluster
 from fold3d.plan.costs import NetworkCosts, Profile, pause_bytes
+from fold3d.topology import LOOP
 from fold3d.trace import Trace
 
 
@@ -22,6 +23,8 @@ class Job:
     """Stages."""
     tp: int = 1
     """Ranks that share the weights of a stage of a replica; the profile is that of one of them."""
+    style: str = LOOP
+    """On which stages the chunks live: what the schedule asks for, where it is fixed."""
     micro_batches: int
     """Per step and replica."""
     samples: int | None = None

@@ -57,7 +57,7 @@ class Layout(Work):
 
     def of_stage(self, stage: int, pp: int) -> list[BucketCost]:
         """Returns the stage's buckets in forward order: number 0, 1, ..."""
-        return [bucket for chunk in of_stage(self.buckets, stage, pp) for bucket in chunk]
+        return [bucket for chunk in of_stage(self.buckets, stage, pp, self.style) for bucket in chunk]
 
 
 def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
@@ -77,18 +77,14 @@ def layouts_of(job: Job, ranges: Ranges, sizes_of_buckets: Sequence[int], spared
     Raises: ConfigError when `spared` is said of another number of chunks.
     """
     profile = job.profile
-    again = [
-        {first + place for place in places}
-        for (first, _), places in zip(
-            ranges, recomputed_places([end - first for first, end in ranges], job.pp, spared.recompute), strict=True
-        )
-    ]
+    places_again = recomputed_places([end - first for first, end in ranges], job.pp, spared.recompute, job.style)
+    again = [{first + place for place in places} for (first, _), places in zip(ranges, places_again, strict=True)]
     forward, backward, weights, trained, largest, update, timed = [], [], [], [], [], [], []
     needs: list[list[LayerBytes]] = []
     sums: list[int] = []  # of TP.sync
     forward_tp: list[float] = []
     backward_tp: list[float] = []
-    for chunk, layers in enumerate(chunk_layers(job.trace, ranges, job.pp)):
+    for chunk, layers in enumerate(chunk_layers(job.trace, ranges, job.pp, job.style)):
         choice = spared.recompute.of_chunks(len(ranges))[chunk]
         costs = [profile.layer(layer.block + 1, layer.block in again[chunk], choice.patterns) for layer in layers]
         times = [(cost.forward, cost.backward) for cost in costs]
@@ -121,6 +117,7 @@ def layouts_of(job: Job, ranges: Ranges, sizes_of_buckets: Sequence[int], spared
     ]
     first = Layout(
         ranges=ranges,
+        style=job.style,
         bucket_bytes=sizes_of_buckets[0],
         forward=tuple(forward),
         backward=tuple(backward),

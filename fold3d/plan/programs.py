@@ -93,7 +93,9 @@ class Programs:
     def evaluation(self, micro_batches: int = 1) -> schedules.Schedule:
         """Returns the forward passes of one batch, or several, through all chunks."""
         if micro_batches not in self._evaluation:
-            forward = schedules.forward_only(self._pp, self._segments, micro_batches)
+            forward = schedules.forward_only(
+                self._pp, self._segments, micro_batches, self.compute(self._micro_batches).style
+            )
             self._evaluation[micro_batches] = schedules.lower(forward, reduce=False)
         return self._evaluation[micro_batches]
 

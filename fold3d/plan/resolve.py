@@ -9,8 +9,7 @@ from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.programs import Programs
-from fold3d.plan.space import dp_sync, registry, schedule
-from fold3d.plan.space.segments import folds
+from fold3d.plan.space import dp_sync, group_size, registry, schedule
 from fold3d.plan.strategy import Ranges, Strategy
 from fold3d.recompute import Recompute
 
@@ -50,7 +49,8 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, 
     """
     if constraints.segments is None:
         return True
-    open_order = constraints.schedule is None or (constraints.schedule == "fold" and constraints.group_size is None)
+    is_open_family = constraints.schedule in group_size.SCHEDULES and constraints.group_size is None
+    open_order = constraints.schedule is None or is_open_family
     open_ways = dp > 1 and constraints.dp_sync is None
     open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))
     spread = dp * config.pp > 1 and (open_order or open_ways)
@@ -63,8 +63,8 @@ def _only_segments(config: ParallelConfig, dp: int) -> int | None:
         return config.segments
     if name.endswith(".csv"):
         return schedules.load_csv(name).segments
-    may_fold = name == AUTO or folds(name)
-    return 1 if not may_fold or dp * config.pp == 1 else None
+    only = None if name == AUTO else schedules.only_segments(name)
+    return 1 if only is None and dp * config.pp == 1 else only
 
 
 def programs_of(config: ParallelConfig, constraints: Constraints, dp: int) -> Programs:

@@ -133,7 +133,7 @@ def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
     counts = [len(buckets) for buckets in work.buckets]
     if not counts:
         counts = [1 if layers_per_bucket == 0 else -(-layers // layers_per_bucket) for layers in work.layers]
-    return max(sum(of_stage(counts, stage, pp)) for stage in range(pp))
+    return max(sum(of_stage(counts, stage, pp, work.style)) for stage in range(pp))
 
 
 def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:

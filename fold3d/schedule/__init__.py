@@ -18,7 +18,18 @@ from fold3d._C import (
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
-from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate, validate_room
+from fold3d.schedule.library import (
+    forward_only,
+    generate,
+    lower,
+    names,
+    only_segments,
+    registry,
+    shortened,
+    style_of,
+    validate,
+    validate_room,
+)
 
 __all__ = [
     "Action",
@@ -33,6 +44,7 @@ __all__ = [
     "load_csv",
     "lower",
     "names",
+    "only_segments",
     "parse_action",
     "parse_csv",
     "partition",
@@ -41,6 +53,7 @@ __all__ = [
     "save_csv",
     "shortened",
     "stash_peaks",
+    "style_of",
     "unit_timeline",
     "validate",
     "validate_room",

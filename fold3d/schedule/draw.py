@@ -140,7 +140,9 @@ def _transfers(axes: Axes, schedule: Schedule, drawn: Timeline) -> None:
             continue
         texts = [f"{action.chunk + step}{kind}{action.micro_batch}" for kind in ("F" if step > 0 else "BI")]
         target = next(spans[text] for text in texts if text in spans)
-        source_row, target_row = (stage_of(chunk, schedule.pp) for chunk in (action.chunk, target.action.chunk))
+        source_row, target_row = (
+            stage_of(chunk, schedule.pp, schedule.style) for chunk in (action.chunk, target.action.chunk)
+        )
         edge = 0.4 if target_row > source_row else -0.4  # from the near edge of one box to the near edge of the other
         rows = [source_row + edge, target_row - edge]
         axes.plot([span.end, target.start], rows, color="#333333", linewidth=0.5, alpha=0.55, zorder=3)

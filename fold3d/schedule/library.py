@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from fold3d import _C
 from fold3d.errors import ConfigError
+from fold3d.schedule.files import load_csv
+from fold3d.topology import LOOP, chunks_of
 
 _MOST_FORWARDS = 10**7  # of all ranks; a step of hours, and gigabytes of actions
 
@@ -30,6 +32,24 @@ def names() -> list[str]:
     return [info.name for info in _C.registry()]
 
 
+def only_segments(name: str) -> int | None:
+    """Returns the one number of segments that a registered schedule can have, None where any will do; 1 for a name that
+    nobody knows."""
+    return next((info.segments or (None if info.uses_segments else 1) for info in registry() if info.name == name), 1)
+
+
+def style_of(name: str) -> str:
+    """Returns on which stages the chunks of a schedule live, "loop" or "v".
+
+    Args:
+        name: of a schedule, or path of a CSV file; what is neither is "loop".
+    Raises: ConfigError if the file cannot be read.
+    """
+    if name.endswith(".csv"):
+        return load_csv(name).style
+    return next((info.style for info in registry() if info.name == name), LOOP)
+
+
 def generate(
     name: str,
     *,
@@ -44,7 +64,7 @@ def generate(
     Args:
         name: one of `names()`.
         pp: stages.
-        segments: consecutive parts of the model; chunk segment * pp + stage lives on that stage.
+        segments: consecutive parts of the model, each of pp chunks. On which stage they live is the schedule's `style`.
         micro_batches: m per step and pipeline; any number, also fewer than pp.
         group_size: N, micro-batches that pass a segment before the next starts; None is the default.
         turn: "all" or "1f1b", how the last segment turns around; None is the default.
@@ -63,11 +83,17 @@ def generate(
         return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
 
 
-def forward_only(pp: int, segments: int, micro_batches: int = 1) -> _C.Schedule:
+def forward_only(pp: int, segments: int, micro_batches: int = 1, style: str = LOOP) -> _C.Schedule:
     """Returns the schedule of evaluation: every chunk's forward, segment by segment, and no backward."""
-    training = generate("aiao", pp=pp, segments=segments, micro_batches=micro_batches)
-    ranks = [[action for action in rank if action.kind == _C.Kind.FORWARD] for rank in training.ranks]
-    return _C.Schedule(pp, segments, micro_batches, ranks)
+    ranks = [
+        [
+            _C.Action(chunk, _C.Kind.FORWARD, i)
+            for chunk in chunks_of(stage, pp * segments, pp, style)
+            for i in range(micro_batches)
+        ]
+        for stage in range(pp)
+    ]
+    return _C.Schedule(pp, segments, micro_batches, ranks, style)
 
 
 def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
@@ -79,7 +105,7 @@ def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
         micro_batches: 1 to those of `schedule`.
     """
     ranks = [[action for action in rank if action.micro_batch < micro_batches] for rank in schedule.ranks]
-    return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks)
+    return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks, schedule.style)
 
 
 def lower(

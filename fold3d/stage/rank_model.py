@@ -198,8 +198,10 @@ class RankModel:
         modules = list(dict.fromkeys(blocks))
         self._compile = None if compile_options is None else partial(compile_blocks, model, modules, compile_options)
         self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
-        again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute)
-        placement = ParameterPlacement.of(names, self.layout, self.ranges, strategy.pp, tied_groups(model))
+        again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute, topology.style)
+        placement = ParameterPlacement.of(
+            names, self.layout, self.ranges, strategy.pp, tied_groups(model), topology.style
+        )
         self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank
         keep = self.placement.held_by(self.stage)
@@ -223,7 +225,7 @@ class RankModel:
             self.split = WholeModel(model, blocks, recompute=again)
         else:
             assert self.trace is not None, "what is cut was recorded"
-            is_end = topology.is_last_stage
+            is_end = topology.has_loss
             self.split = SplitModel(model, self.trace, self.ranges, recompute=again, computes_loss=is_end)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"

@@ -69,9 +69,9 @@ class LossState:
         logged, self._logged = self._logged, []
         self._changed.clear()
         topology = world.topology
-        share = (topology.dp_rank, (mine, logged) if topology.is_last_stage else None)
+        share = (topology.dp_rank, (mine, logged) if topology.has_loss else None)
         found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
-        if topology.is_last_stage:
+        if topology.has_loss:
             found = {}
         return {name: _with_factories(value, attributes.get(name)) for name, value in found.items()}, logged
 

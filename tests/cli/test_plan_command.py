@@ -249,3 +249,33 @@ def test_it_says_from_where_on_it_is_ahead_of_data_parallelism(capsys):
     assert "take DDP" not in found[1e-6]["DDP"] and "takes 0." in found[1e-6]["DDP"]
     _, out, _ = run(capsys, PLAIN, "-w", 4, "-p", 2, "-m", 4, "--ranks-per-host", 4)
     assert "all 4 processes are on one host" in out and "take FSDP" in out
+
+
+@pytest.mark.parametrize(
+    "planner, words",
+    [
+        ("pipedream", ["PipeDream (all-reduce as ring): ", "PipeDream (all-reduce as text): ", "ms without a flush"]),
+        ("2bw", ["PipeDream-2BW: ", " pipelines of ", "samples a second without a flush"]),
+        ("ptd-p", ["PTD-P: t=1 p=1 d=4, 1 samples a micro-batch"]),
+    ],
+)
+def test_what_another_planner_would_choose(capsys, gpt2_folder, planner, words):  # noqa: F811
+    common = (gpt2_folder, "-w", 4, "-p", 2, "-m", 4, "--tokens", 16, "--ranks-per-host", 2)
+    plain = run(capsys, *common)
+    code, out, _ = run(capsys, *common, "--planner", planner)
+    assert code == 0 and all(word in out for word in words)
+    added = [line for line in out.splitlines() if line not in plain[1].splitlines()]
+    assert [line.split(":")[0] for line in added] == [word.split(":")[0] for word in words if ":" in word]
+
+
+def test_what_another_planner_cannot_know(capsys):
+    code, _, err = run(capsys, PLAIN, "-w", 2, "-m", 2, "--planner", "ptd-p")
+    assert code == 1 and "--planner ptd-p knows models whose configuration has num_hidden_layers" in err
+    code, _, err = run(capsys, PLAIN, "-w", 3, "-m", 2, "--planner", "2bw", "--ranks-per-host", 2)
+    assert code == 1 and "3 processes are no multiple of --ranks-per-host 2" in err
+
+
+def test_a_schedule_that_runs_back(capsys, gpt2_folder):  # noqa: F811
+    code, out, _ = run(capsys, gpt2_folder, "-w", 4, "-p", 2, "-m", 4, "--tokens", 16, "--schedule", "zb_v")
+    strategy = strategy_in(out)
+    assert code == 0 and (strategy.schedule, strategy.segments) == ("zb_v", 2)

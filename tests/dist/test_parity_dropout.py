@@ -25,6 +25,7 @@ CASES = [
     Case(dp=2, pp=2, segments=2, m=2, schedule="interleaved", dropout=0.1, through="trainer"),
     Case(pp=2, segments=2, m=4, schedule="aiao", dropout=0.1, through="trainer", recompute=True),
     Case(dp=2, pp=2, m=3, schedule="zb_h1", dropout=0.1),
+    Case(dp=2, pp=2, segments=2, m=3, schedule="zb_v", dropout=0.1, recompute=True),
     Case(pp=3, m=4, schedule="zb_h1", family="llama", dropout=0.2, tied=False, recompute=True),
 ]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fold3d.schedule import registry
+from tests.dist import parity_cases
 from tests.dist.parity_cases import BUCKET_BYTES, Case
 from tests.dist.parity_jobs import IN_A_LOOP
 
@@ -31,7 +32,7 @@ MOST_CHUNKS = 8
 LAYERS = {"t5": 4}
 """Family -> layers, 3 of the others; as many as there are chunks where that is more. Each stack of T5 has two: with one
 nobody takes what its block returns as it is, and the sequence is not shared."""
-SCHEDULES = {info.name: info for info in registry()}
+SCHEDULES = {info.name: info for info in registry() if info.name not in parity_cases.ELSEWHERE}
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     # the layout
@@ -145,7 +146,7 @@ def few_chunks(pp: int, segments: int) -> bool:
 @rule
 def schedule_folds(schedule: str, segments: int) -> bool:
     """Refused: segments have no effect on this schedule."""
-    return segments == 1 or SCHEDULES[schedule].uses_segments
+    return SCHEDULES[schedule].allows(int(segments))
 
 
 @rule

@@ -16,7 +16,7 @@ SIZES = {"pp": range(1, 9), "segments": range(1, 5), "micro_batches": range(1, 2
 def variants(pp: int, segments: int, micro_batches: int) -> Iterator[dict[str, Any]]:
     """Arguments of generate() for every registered schedule at one size, with every N and turn where it has them."""
     for info in schedule.registry():
-        if segments > 1 and not info.uses_segments:
+        if not info.allows(segments):
             continue
         arguments = {"name": info.name, "pp": pp, "segments": segments, "micro_batches": micro_batches}
         group_sizes = range(1, micro_batches + 1) if info.uses_group_size else [None]
@@ -42,7 +42,7 @@ def schedules(draw: st.DrawFn, max_pp: int = 6, max_micro_batches: int = 12) -> 
     return schedule.generate(
         info.name,
         pp=draw(st.integers(1, max_pp)),
-        segments=draw(st.integers(1, 4)) if info.uses_segments else 1,
+        segments=draw(st.sampled_from([n for n in range(1, 5) if info.allows(n)])),
         micro_batches=micro_batches,
         group_size=draw(st.integers(1, micro_batches)) if info.uses_group_size else None,
         turn=draw(st.sampled_from(["all", "1f1b"])) if info.uses_turn else None,
@@ -51,7 +51,7 @@ def schedules(draw: st.DrawFn, max_pp: int = 6, max_micro_batches: int = 12) -> 
 
 def with_ranks(original: Schedule, ranks: list[list[Action]]) -> Schedule:
     """The schedule with other lists."""
-    return Schedule(original.pp, original.segments, original.micro_batches, ranks)
+    return Schedule(original.pp, original.segments, original.micro_batches, ranks, original.style)
 
 
 def is_split(made: Schedule) -> bool:

@@ -50,6 +50,33 @@ def test_zb_h1_leaves_f_plus_i_minus_w_of_each_bubble():
     assert length("1f1b", 4, 1, 8) / length("zb_h1", 4, 1, 8) == 33 / 27
 
 
+def test_zb_v_never_waits_once_it_has_begun():
+    """Qi et al. 2024, section 6: no bubble where F = I = W; stage s begins when the first micro-batch reaches it."""
+    for pp, _, m in sizes():
+        made = schedule.generate("zb_v", pp=pp, segments=2, micro_batches=m)
+        timeline = schedule.unit_timeline(made, forward=1, backward=2)
+        if m >= 2 * pp - 1:
+            assert timeline.makespan == 6 * m + pp - 1
+            assert all(spans[-1].end - spans[0].start == 6 * m for spans in timeline.ranks)
+        # Of 1F1B, whose stages are twice as large and whose backward is whole.
+        assert timeline.makespan <= 6 * (m + pp - 1)
+
+
+def test_shifted_critical_path_leaves_3_f_of_all_stages_but_two():
+    """Merak, section 5.1, B = 2 F: bubble (p - 1) 4 F of 1F1B, (p - 1) 3 F with early recomputation, (p - 2) 3 F.
+
+    1F1B's last stage computes nothing again here, which is one of Merak's two steps: a forward is what is left to gain.
+    """
+    for pp in range(2, 9):
+        for m in range(3, 21):
+            found = {}
+            for name in ("1f1b", "shifted_critical_path"):
+                made = schedule.generate(name, pp=pp, micro_batches=m)
+                again = schedule.lower(made, reduce=False, recompute=[True] * pp)
+                found[name] = schedule.unit_timeline(again, forward=F, backward=B).makespan
+            assert found == {"1f1b": 4 * m + 3 * (pp - 2) + F, "shifted_critical_path": 4 * m + 3 * (pp - 2)}
+
+
 @pytest.mark.parametrize("turn", ["all", "1f1b"])
 def test_aiao_bubble(turn: str):
     """Fold3D equation 3: bubble (p - 1) Tcomp / (ns ms); with m < p each fold also waits for its first micro-batch."""
@@ -68,10 +95,10 @@ def test_kfkb_is_shorter_on_a_slow_network_and_never_free():
     """
     for pp in (2, 4, 8):
         m = 2 * pp
-        slow = {k: length("fold", pp, 1, m, send=F / 2, group_size=k, turn="all") for k in (1, 2)}
+        slow = {k: length("kfkb", pp, 1, m, send=F / 2, group_size=k) for k in (1, 2)}
         assert slow[2] < slow[1]
         for k in range(1, m + 1):
-            free = length("fold", pp, 1, m, group_size=k, turn="all")
+            free = length("kfkb", pp, 1, m, group_size=k)
             assert free >= (m + pp - 1) * (F + B)
             if k in (1, m):
                 assert free == (m + pp - 1) * (F + B)

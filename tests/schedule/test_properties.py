@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from fold3d import schedule
 from fold3d.errors import ConfigError
 from fold3d.schedule import Action, Kind, Schedule
+from fold3d.topology import chunks_of, stage_of
 from tests.schedule.cases import is_split, schedules, sizes, split_backwards, variants, with_ranks
 
 EXAMPLES = settings(max_examples=60)
@@ -22,8 +24,8 @@ def test_every_action_occurs_exactly_once_on_its_rank(compute: Schedule):
     backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if is_split(compute) else (Kind.BACKWARD,)
     for stage, actions in enumerate(compute.ranks):
         expected = [
-            Action(segment * compute.pp + stage, kind, micro_batch)
-            for segment in range(compute.segments)
+            Action(chunk, kind, micro_batch)
+            for chunk in chunks_of(stage, compute.pp * compute.segments, compute.pp, compute.style)
             for kind in (Kind.FORWARD, *backward)
             for micro_batch in range(compute.micro_batches)
         ]
@@ -60,7 +62,7 @@ def blocking_run_ends(lowered: Schedule) -> bool:
                     break  # its sender moves it on
                 if action.kind.text.startswith("SEND"):
                     step = 1 if action.kind == Kind.SEND_FORWARD else -1
-                    peer = (action.chunk + step) % lowered.pp
+                    peer = stage_of(action.chunk + step, lowered.pp, lowered.style)
                     awaited = f"{action.chunk + step}{action.kind.text.replace('SEND', 'RECV')}{action.micro_batch}"
                     if position[peer] == len(ranks[peer]) or ranks[peer][position[peer]] != awaited:
                         break
@@ -83,10 +85,11 @@ def test_an_independent_rendezvous_machine_ends(compute: Schedule, split: bool):
 def test_receives_come_in_the_order_of_the_sends(compute: Schedule):
     lowered = schedule.lower(compute, reduce=False)
     for step, send, recv in ((1, Kind.SEND_FORWARD, Kind.RECV_FORWARD), (-1, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)):
-        for stage in range(lowered.pp):
-            peer = (stage + step) % lowered.pp
+        for stage, peer in product(range(lowered.pp), repeat=2):
             sent = [(a.chunk + step, a.micro_batch) for a in lowered.ranks[stage] if a.kind == send]
+            sent = [(chunk, i) for chunk, i in sent if stage_of(chunk, lowered.pp, lowered.style) == peer]
             received = [(a.chunk, a.micro_batch) for a in lowered.ranks[peer] if a.kind == recv]
+            received = [(c, i) for c, i in received if stage_of(c - step, lowered.pp, lowered.style) == stage]
             assert sent == received
 
 

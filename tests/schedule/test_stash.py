@@ -20,6 +20,13 @@ def test_closed_forms():
             assert stash("gpipe", pp, 1, m) == [m] * pp
             assert stash("1f1b", pp, 1, m) == [min(pp - stage, m) for stage in range(pp)]
             assert stash("zb_h1", pp, 1, m) == [min(pp, m)] * pp  # Qi et al. 2023, section 2.3: 1F1B's on stage 0
+            for k in range(1, m + 1):  # Ada-Grouper, section 4
+                assert stash("kfkb", pp, 1, m, group_size=k) == [min(k * (pp - stage), m) for stage in range(pp)]
+            ahead = [3 if stage == pp - 2 else pp - stage for stage in range(pp)]
+            assert stash("shifted_critical_path", pp, 1, m) == [min(a, m) for a in ahead]
+        if segments == 2:  # Qi et al. 2024, section 6: what pp stages of 1F1B weigh
+            held = stash("zb_v", pp, 2, m)
+            assert max(held) <= 2 * pp and (m < 2 * pp - 1 or held == [2 * pp] * pp)
         assert stash("aiao", pp, segments, m) == [m * segments] * pp
         if segments > 1 and m % pp == 0:
             ahead = [(segments - 1) * pp + 2 * (pp - 1 - stage) + 1 for stage in range(pp)]

@@ -197,7 +197,7 @@ void Communicator::send(const core::Action& send, Tensors tensors) {
   to.tasks[position].tensors = std::move(tensors);
   ++to.issued;
   if (is_announced(send)) arbiter_->message_begins(NicArbiter::Direction::kSend, bytes);
-  if (small && transport_->sends_at_once(channel_of(id)) && to.queue->run_here(position)) return;
+  if (small && transport_->sends_at_once(channel_of(id), peer_of(send)) && to.queue->run_here(position)) return;
   to.queue->raise(to.issued);
 }
 

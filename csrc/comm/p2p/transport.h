@@ -70,7 +70,7 @@ class Transport {
 
   /// Whether send_message would now copy a message that fits into its frame into the system's buffers and return
   /// without waiting for the receiver: the executor's thread then sends it itself instead of waking the queue.
-  virtual bool sends_at_once(Channel) const { return false; }
+  virtual bool sends_at_once(Channel, int /*peer_stage*/) const { return false; }
 
   /// All blocked and later calls throw AbortedError(reason). Idempotent, the first reason stays.
   virtual void abort(const std::string& reason) = 0;

@@ -23,7 +23,7 @@ class TcpTransport final : public Transport {
   /// The frame and the first tensor go to the system in one call, and so, if they are small, in one packet.
   void send_message(Channel channel, int peer_stage, std::span<const std::byte> frame,
                     std::span<const Tensor> payload) override;
-  bool sends_at_once(Channel channel) const override { return peers_->has_room(channel); }
+  bool sends_at_once(Channel channel, int peer_stage) const override { return peers_->has_room(channel, peer_stage); }
   void abort(const std::string& reason) override { peers_->abort(reason); }
 
  private:

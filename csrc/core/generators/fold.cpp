@@ -42,7 +42,7 @@ std::vector<int> group_sizes(int micro_batches, int group_size) {
 }  // namespace
 
 Schedule fold_order(const Shape& shape, int group_size, Turn turn) {
-  const auto [pp, segments, m] = shape;
+  const auto& [pp, segments, m, style] = shape;
   const bool one_by_one = turn == Turn::kOneFOneB;
   const int hop = one_by_one && segments > 1 ? 2 : 1;
   const int min_slots = segments > 1 ? hop * (pp - 1) / 2 + 1 : 1;

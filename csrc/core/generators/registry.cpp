@@ -8,7 +8,10 @@ namespace fold3d::core {
 #define FOLD3D_FOR_EACH_SCHEDULE(X) \
   X(gpipe)                          \
   X(one_f_one_b)                    \
+  X(kfkb)                           \
+  X(shifted_critical_path)          \
   X(zb_h1)                          \
+  X(zb_v)                           \
   X(interleaved)                    \
   X(fold)                           \
   X(aiao)
@@ -38,9 +41,14 @@ void check(const SchedulerInfo& info, const Params& params) {
     throw std::invalid_argument("segments=" + std::to_string(params.shape.segments) + have_no_effect +
                                 "set segments=1 or choose interleaved, fold or aiao");
   }
+  if (info.segments != 0 && params.shape.segments != info.segments) {
+    throw std::invalid_argument(
+        "segments=" + std::to_string(params.shape.segments) + ": schedule '" + info.name +
+        "' has another number of chunks on each stage: set segments=" + std::to_string(info.segments));
+  }
   if (!info.uses_group_size && params.group_size != 0) {
     throw std::invalid_argument("group_size=" + std::to_string(params.group_size) + have_no_effect +
-                                "leave it out or choose schedule 'fold'");
+                                "leave it out or choose schedule 'fold' or 'kfkb'");
   }
   if (!info.uses_turn && !params.turn.empty()) {
     throw std::invalid_argument("turn='" + params.turn + "'" + have_no_effect +
@@ -61,7 +69,9 @@ Schedule generate(const std::string& name, const Params& params) {
   for (const SchedulerInfo& info : registry()) {
     if (info.name == name) {
       check(info, params);
-      return info.generate(params);
+      Params checked = params;
+      checked.shape.style = params.shape.pp == 1 ? Style::kLoop : info.style;  // one stage has no other
+      return info.generate(checked);
     }
     known += (known.empty() ? "" : ", ") + info.name;
   }

@@ -10,7 +10,7 @@ namespace fold3d::core::generators {
 namespace {
 
 Schedule generate(const Params& params) {
-  const auto [pp, segments, m] = params.shape;
+  const auto& [pp, segments, m, style] = params.shape;
   Schedule schedule{params.shape, {}};
   for (int stage = 0; stage < pp; ++stage) {
     const int ahead = std::min(pp - 1 - stage, m);

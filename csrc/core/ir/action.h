@@ -30,7 +30,7 @@ enum class Kind : std::uint8_t {
 };
 inline constexpr int kNumKinds = 16;
 
-/// One cell of a schedule: `kind` of `chunk` (segment * pp + stage) on `micro_batch` (-1 for kReduce, which
+/// One cell of a schedule: `kind` of `chunk` (its place in the model, from 0) on `micro_batch` (-1 for kReduce, which
 /// has none).
 struct Action {
   int chunk = 0;

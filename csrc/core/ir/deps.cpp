@@ -58,9 +58,10 @@ Action other_end(const Action& transfer) {
 
 std::optional<Action> send_after(const Shape& shape, const Action& action) {
   const auto send = about(action.kind).sent_by;
-  if (!send || shape.pp == 1) return std::nullopt;
+  if (!send) return std::nullopt;
   const int receiver = action.chunk + about(*send).other_end->chunk_offset;
   if (receiver < 0 || receiver >= shape.num_chunks()) return std::nullopt;
+  if (shape.stage_of(receiver) == shape.stage_of(action.chunk)) return std::nullopt;
   return Action{action.chunk, *send, action.micro_batch};
 }
 

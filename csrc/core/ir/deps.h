@@ -53,7 +53,7 @@ std::vector<Action> waits_for(const Shape& shape, const Action& action, bool wit
 Action other_end(const Action& transfer);
 
 /// The SEND that takes the result of `action` to another stage: after F of any but the last chunk, after B or
-/// I of any but the first. Nothing for other actions, and never with pp == 1.
+/// I of any but the first, unless the neighbour lives on the same stage. Nothing for other actions.
 std::optional<Action> send_after(const Shape& shape, const Action& action);
 
 }  // namespace fold3d::core

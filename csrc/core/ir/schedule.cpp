@@ -35,6 +35,16 @@ std::vector<Action> parse_line(std::string_view line, std::size_t line_number) {
   return actions;
 }
 
+/// Whether every action stands in the list of its chunk's stage.
+bool fits(const Schedule& schedule) {
+  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    for (const Action& action : schedule.ranks[rank]) {
+      if (schedule.shape.stage_of(action.chunk) != static_cast<int>(rank)) return false;
+    }
+  }
+  return true;
+}
+
 template <class Test>
 bool contains(const Schedule& schedule, Test test) {
   for (const auto& actions : schedule.ranks) {
@@ -47,9 +57,19 @@ bool contains(const Schedule& schedule, Test test) {
 
 }  // namespace
 
+std::string to_string(Style style) { return style == Style::kV ? "v" : "loop"; }
+
+Style parse_style(std::string_view text) {
+  for (const Style style : {Style::kLoop, Style::kV}) {
+    if (text == to_string(style)) return style;
+  }
+  throw std::invalid_argument("style='" + std::string(text) + "' is unknown: set style to 'loop' or 'v'");
+}
+
 std::string to_string(const Shape& shape) {
   return "pp=" + std::to_string(shape.pp) + " segments=" + std::to_string(shape.segments) +
-         " m=" + std::to_string(shape.micro_batches);
+         " m=" + std::to_string(shape.micro_batches) +
+         (shape.style == Style::kLoop ? "" : " style=" + to_string(shape.style));
 }
 
 bool has_comm(const Schedule& schedule) {
@@ -100,6 +120,9 @@ Schedule parse_csv(std::string_view text) {
     throw std::invalid_argument("the schedule CSV has no action: expected one line per rank, as in 0F0,0B0");
   const int pp = static_cast<int>(lines.size());
   schedule.shape = Shape{pp, last_chunk / pp + 1, last_micro_batch + 1};
+  if (fits(schedule)) return schedule;
+  schedule.shape.style = Style::kV;
+  if (!fits(schedule)) schedule.shape.style = Style::kLoop;
   return schedule;
 }
 

@@ -137,7 +137,8 @@ class Walk {
   std::vector<StageMemory> run() {
     for (int number = 0; number < shape_.pp; ++number) {
       Stage& stage = stages_[at(number)];
-      for (int chunk = number; chunk < shape_.num_chunks(); chunk += shape_.pp) {
+      for (int segment = 0; segment < shape_.segments; ++segment) {
+        const int chunk = shape_.chunk_of(segment, number);
         stage.add(0, MemoryUse::kWeights, of(chunk).weights);
         stage.add(0, MemoryUse::kOptimizer, of(chunk).optimizer);
         if (model_.gradients_stay) stage.add(0, MemoryUse::kGradients, of(chunk).gradients);

@@ -1,5 +1,5 @@
 // RECOMPUTE right before the backward (B, or I of a split one) of a chunk that keeps no graph between. It needs no
-// gradient, so it runs while that is still on its way (Merak, section 5.2, the shifted critical path).
+// gradient, so it runs while that is still on its way (Merak, section 5.1).
 //
 // Where a forward is followed by its own backward, as at the turn of 1F1B, nothing is freed in between: the forward
 // keeps its graph, and there is no RECOMPUTE.

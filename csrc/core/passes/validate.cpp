@@ -41,7 +41,8 @@ Positions positions_of(const Schedule& schedule) {
       if (shape.stage_of(action.chunk) != rank) {
         fail(schedule, cell,
              on_rank(action, rank) + ": chunk " + std::to_string(action.chunk) + " belongs to rank " +
-                 std::to_string(shape.stage_of(action.chunk)) + " (chunk % pp)");
+                 std::to_string(shape.stage_of(action.chunk)) +
+                 (shape.style == Style::kLoop ? " (chunk % pp)" : " (style v)"));
       }
       if (positions[action] != kAbsent) {
         fail(schedule, cell,

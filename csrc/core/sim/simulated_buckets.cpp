@@ -33,7 +33,7 @@ std::int64_t SimulatedBuckets::produced_after(int number, std::int64_t duration)
 }
 
 SimulatedBuckets::SimulatedBuckets(const Shape& shape, const ClusterModel& model)
-    : pp_(shape.pp), dp_(model.dp), stages_(static_cast<std::size_t>(shape.pp)) {
+    : shape_(shape), dp_(model.dp), stages_(static_cast<std::size_t>(shape.pp)) {
   for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
     first_.push_back(size());
     if (model.buckets.empty()) {
@@ -47,7 +47,7 @@ SimulatedBuckets::SimulatedBuckets(const Shape& shape, const ClusterModel& model
 
 void SimulatedBuckets::add_chunk(const ClusterModel& model, int chunk, const std::vector<BucketModel>& parts) {
   const auto at = static_cast<std::size_t>(chunk);
-  std::vector<int>& stage = stages_[at % static_cast<std::size_t>(pp_)];
+  std::vector<int>& stage = stages_[static_cast<std::size_t>(shape_.stage_of(chunk))];
   const std::int64_t update = model.update_ns.empty() ? 0 : model.update_ns[at];
   std::int64_t forward = 0;
   std::int64_t backward = 0;

@@ -42,7 +42,7 @@ class SimulatedBuckets {
  private:
   void add_chunk(const ClusterModel& model, int chunk, const std::vector<BucketModel>& parts);
 
-  int pp_;
+  Shape shape_;
   int dp_;
   std::vector<Bucket> buckets_;
   std::vector<int> first_;

@@ -238,8 +238,8 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   rank.next = 0;
   ++rank.step;
   if (parts_.dp_sync && model_.dp_sync == DpSync::kSerial) {
-    const Shape& shape = program_.shape;
-    for (int chunk = shape.num_chunks() - shape.pp + stage_of(rank_number); chunk >= 0; chunk -= shape.pp) {
+    for (int segment = program_.shape.segments - 1; segment >= 0; --segment) {
+      const int chunk = program_.shape.chunk_of(segment, stage_of(rank_number));
       for (int bucket = dp_sync_.buckets().end(chunk) - 1; bucket >= dp_sync_.buckets().first(chunk); --bucket) {
         dp_sync_.produced(now, bucket);
       }
@@ -319,7 +319,8 @@ std::int64_t TrainingRun::duration_of(const SimulatedProgram::Node& node) const 
 std::int64_t TrainingRun::compute_ns(int stage) const {
   std::int64_t sum = 0;
   for (const int node : program_.ranks[at(stage)]) sum += duration_of(program_.nodes[at(node)]);
-  for (int chunk = stage; chunk < program_.shape.num_chunks(); chunk += program_.shape.pp) sum += update_of(chunk);
+  const Shape& shape = program_.shape;
+  for (int segment = 0; segment < shape.segments; ++segment) sum += update_of(shape.chunk_of(segment, stage));
   return sum;
 }
 

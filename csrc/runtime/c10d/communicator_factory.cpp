@@ -20,7 +20,7 @@ std::shared_ptr<comm::Communicator> make_communicator(const comm::Options& optio
     std::unique_ptr<comm::MessageWatch> watch;  // of what takes the host's card, where the device sends by itself
     if (arbiter && options.makes_room && !device.is_cpu()) watch = std::make_unique<comm::MessageWatch>(arbiter);
     transport = std::make_unique<C10dTransport>(groups, device, std::move(clock), std::move(watch), options.hosts,
-                                                options.stage);
+                                                options.stage, options.shape.pp);
   }
   return comm::make_for_process<comm::Communicator>(std::move(transport), options, std::move(arbiter),
                                                     std::make_unique<TensorAllocator>(device), std::move(landing));

@@ -22,11 +22,12 @@ TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return st
 }  // namespace
 
 C10dTransport::C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock,
-                             std::unique_ptr<comm::MessageWatch> watch, core::Hosts hosts, int stage)
+                             std::unique_ptr<comm::MessageWatch> watch, core::Hosts hosts, int stage, int pp)
     : device_(device),
       clock_(std::move(clock)),
       hosts_(std::move(hosts)),
       stage_(stage),
+      pp_(pp),
       lines_([&] {
         const auto line = [&](const std::string& name, const std::shared_ptr<LinkRate>& rate) {
           return Line{.group = name.empty() ? Group() : c10d::resolve_process_group(name),
@@ -34,8 +35,10 @@ C10dTransport::C10dTransport(const GroupNames& names, c10::Device device, std::s
                       .rate = rate};
         };
         const auto next = std::make_shared<LinkRate>(), previous = std::make_shared<LinkRate>();
-        return std::array<Line, 4>{line(names.send_forward, next), line(names.recv_forward, previous),
-                                   line(names.send_backward, previous), line(names.recv_backward, next)};
+        return std::array<Line, 8>{line(names.send_forward, next),      line(names.recv_forward, previous),
+                                   line(names.send_backward, previous), line(names.recv_backward, next),
+                                   line(names.against[0], previous),    line(names.against[1], next),
+                                   line(names.against[2], next),        line(names.against[3], previous)};
       }()),
       watch_(std::move(watch)) {}
 
@@ -71,7 +74,8 @@ void C10dTransport::ends(Line& line, std::size_t bytes) {
 }
 
 std::shared_ptr<comm::LaterInterval> C10dTransport::take_times(comm::Channel channel, bool sends) {
-  Line& line = sends ? this->sends(channel) : receives(channel);
+  Line& usual = line(channel, sends, /*against=*/false);
+  Line& line = usual.begun && usual.ended ? usual : this->line(channel, sends, /*against=*/true);
   if (!line.begun || !line.ended) return nullptr;
   auto begun = *std::exchange(line.begun, std::nullopt), ended = *std::exchange(line.ended, std::nullopt);
   const std::size_t bytes = std::exchange(line.bytes, 0);
@@ -80,7 +84,7 @@ std::shared_ptr<comm::LaterInterval> C10dTransport::take_times(comm::Channel cha
 }
 
 void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
-  Line& line = sends(channel);
+  Line& line = sends(channel, peer_stage);
   TensorBuffer& source = as_tensor(buffer);
   if (device_.is_cpu()) return works_.wait(begin_send(line, peer_stage, source.tensor()));
   make_room(line);
@@ -96,7 +100,7 @@ void C10dTransport::send(comm::Channel channel, int peer_stage, std::shared_ptr<
 
 /// The host is ahead of the device: the cards, this one and the receiver's, are wanted from when the data is there.
 void C10dTransport::watch_send(comm::Channel channel, int peer_stage, const Transfer& transfer) {
-  Line& line = sends(channel);
+  Line& line = sends(channel, peer_stage);
   if (!line.words) line.words = std::make_unique<MessageWords>(line.group, /*sends=*/true);
   watch_->push(channel == comm::Channel::kForward ? 0 : 1,
                {.direction = comm::NicArbiter::Direction::kSend,
@@ -109,7 +113,7 @@ void C10dTransport::watch_send(comm::Channel channel, int peer_stage, const Tran
 /// The device waits for its sender in the kernel that receives, and does not say when that has come.
 void C10dTransport::watch_recv(comm::Channel channel, int peer_stage, std::size_t bytes,
                                std::shared_ptr<DeviceEvent> done) {
-  Line& line = receives(channel);
+  Line& line = receives(channel, peer_stage);
   if (!line.words) line.words = std::make_unique<MessageWords>(line.group, /*sends=*/false);
   watch_->push(channel == comm::Channel::kForward ? 2 : 3,
                {.direction = comm::NicArbiter::Direction::kReceive,
@@ -119,7 +123,7 @@ void C10dTransport::watch_recv(comm::Channel channel, int peer_stage, std::size_
 }
 
 void C10dTransport::recv(comm::Channel channel, int peer_stage, std::shared_ptr<comm::Buffer> buffer) {
-  Line& line = receives(channel);
+  Line& line = receives(channel, peer_stage);
   TensorBuffer& target = as_tensor(buffer);
   if (device_.is_cpu()) return works_.wait(begin_recv(line, peer_stage, target.tensor()));
   const c10::StreamGuard guard(line.stream);
@@ -158,11 +162,11 @@ void C10dTransport::end() {
 }
 
 void C10dTransport::send_frame(comm::Channel channel, int peer_stage, std::span<const std::byte> frame) {
-  works_.wait(begin_send(sends(channel), peer_stage, bytes_view(frame.data(), frame.size())));
+  works_.wait(begin_send(sends(channel, peer_stage), peer_stage, bytes_view(frame.data(), frame.size())));
 }
 
 void C10dTransport::recv_frame(comm::Channel channel, int peer_stage, std::span<std::byte> frame) {
-  works_.wait(begin_recv(receives(channel), peer_stage, bytes_view(frame.data(), frame.size())));
+  works_.wait(begin_recv(receives(channel, peer_stage), peer_stage, bytes_view(frame.data(), frame.size())));
 }
 
 void C10dTransport::abort(const std::string& reason) {

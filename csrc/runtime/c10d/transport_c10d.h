@@ -25,8 +25,12 @@ namespace fold3d::runtime {
 /// sends or receives. The group rank is the stage, but in groups of two it is the other one that is meant. Two queues
 /// of a rank may share a group of host memory. Of device memory each has its own, of two ranks and one direction: a
 /// library's communicator does one thing after the other, so whoever shared it could wait in a circle.
+/// `against`: for the ways against the usual ones, forward to the stage before and backward to the next, of segments
+/// that run back (core::Style::kV), in the order of the others; there are none with two stages, where both ways are the
+/// same.
 struct GroupNames {
   std::string send_forward, recv_forward, send_backward, recv_backward;
+  std::array<std::string, 4> against = {};
 };
 
 /// Point-to-point calls on c10d groups (gloo for host memory, NCCL or the like for device memory). Threads: as
@@ -41,9 +45,9 @@ class C10dTransport final : public comm::Transport {
   /// Resolves the groups by name; an empty name stands for a group that is not used. Throws c10::Error when one does
   /// not exist. `clock`: of the device.
   /// `watch`: hears of what is sent by stream to other hosts and received from them; null, on all ranks: nobody wants
-  /// to know. `hosts`: of each stage; `stage`: this rank's.
+  /// to know. `hosts`: of each stage; `stage`: this rank's, of `pp`.
   C10dTransport(const GroupNames& names, c10::Device device, std::shared_ptr<StreamClock> clock,
-                std::unique_ptr<comm::MessageWatch> watch = nullptr, core::Hosts hosts = {}, int stage = 0);
+                std::unique_ptr<comm::MessageWatch> watch = nullptr, core::Hosts hosts = {}, int stage = 0, int pp = 1);
   ~C10dTransport() override;
 
   void end() override;
@@ -78,8 +82,20 @@ class C10dTransport final : public comm::Transport {
     int peer(int stage) const { return group->getSize() == 2 ? 1 - group->getRank() : stage; }
   };
 
-  Line& sends(comm::Channel channel) { return lines_[channel == comm::Channel::kForward ? 0 : 2]; }
-  Line& receives(comm::Channel channel) { return lines_[channel == comm::Channel::kForward ? 1 : 3]; }
+  Line& line(comm::Channel channel, bool sends, bool against) {
+    return lines_[(channel == comm::Channel::kForward ? 0 : 2) + (sends ? 0 : 1) + (against ? 4 : 0)];
+  }
+  Line& sends(comm::Channel channel, int peer_stage) {
+    return line(channel, true, is_against(channel == comm::Channel::kForward, peer_stage));
+  }
+  Line& receives(comm::Channel channel, int peer_stage) {
+    return line(channel, false, is_against(channel == comm::Channel::kBackward, peer_stage));
+  }
+  /// Whether a message to or from a peer goes against its channel's usual way, by which the peer is the next stage if
+  /// `next`, else the stage before.
+  bool is_against(bool next, int peer_stage) const {
+    return pp_ > 2 && peer_stage != (stage_ + (next ? 1 : pp_ - 1)) % pp_;
+  }
   c10::intrusive_ptr<c10d::Work> begin_send(Line& line, int peer_stage, const at::Tensor& tensor);
   c10::intrusive_ptr<c10d::Work> begin_recv(Line& line, int peer_stage, const at::Tensor& tensor);
   void make_room(Line& line);
@@ -93,7 +109,8 @@ class C10dTransport final : public comm::Transport {
   const std::shared_ptr<StreamClock> clock_;
   const core::Hosts hosts_;
   const int stage_;
-  std::array<Line, 4> lines_;
+  const int pp_;
+  std::array<Line, 8> lines_;  // of each queue; then against the usual ways
   AbortableWorks works_;
   const std::unique_ptr<comm::MessageWatch> watch_;  // last: its thread uses the lines' words
 };

@@ -289,6 +289,7 @@ def propose(
         dp=topology.dp,
         pp=topology.pp,
         tp=topology.tp,
+        style=topology.style,
         micro_batches=config.micro_batches,
         samples=samples,
         one_sample=one_sample,

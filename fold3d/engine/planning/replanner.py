@@ -201,8 +201,11 @@ class Replanner:
         ]
         chunks = range(schedule.pp * schedule.segments)
 
+        def of_chunk(chunk: int) -> list[dict[str, Any]]:
+            return stages[stage_of(chunk, schedule.pp, schedule.style)]
+
         def time_of(chunk: int, kind: str) -> float:
-            values = [share["times"].get((chunk, kind), 0.0) for share in stages[stage_of(chunk, schedule.pp)]]
+            values = [share["times"].get((chunk, kind), 0.0) for share in of_chunk(chunk)]
             return max(1e-9, float(mean(values)))
 
         measured_rate = [share["bandwidth"] for share in shares if share["bandwidth"] > 0]
@@ -226,24 +229,21 @@ class Replanner:
                 )
                 expected = Expected.of(better.prediction, better.strategy.gather_order)
                 return expected.longer_by(other_ms), better.strategy
-        buckets = [stages[stage_of(chunk, schedule.pp)][0]["buckets"].get(chunk, ()) for chunk in chunks]
+        buckets = [of_chunk(chunk)[0]["buckets"].get(chunk, ()) for chunk in chunks]
         work = Work(
             forward=forward,
             backward=backward,
             forward_tp=() if waits is None else waits[0],
             backward_tp=() if waits is None else waits[1],
             activation_bytes=tuple(
-                max(share["activations"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
-                for chunk in chunks
+                max(share["activations"].get(chunk, 0) for share in of_chunk(chunk)) for chunk in chunks
             ),
-            stash_bytes=tuple(
-                max(share["stashes"].get(chunk, 0) for share in stages[stage_of(chunk, schedule.pp)])
-                for chunk in chunks
-            ),
+            stash_bytes=tuple(max(share["stashes"].get(chunk, 0) for share in of_chunk(chunk)) for chunk in chunks),
             buckets=tuple(
                 tuple(BucketCost(forward[chunk] / len(mine), backward[chunk] / len(mine), size) for size, _ in mine)
                 for chunk, mine in enumerate(buckets)
             ),
+            style=schedule.style,
         )
         cluster = Cluster(
             dp=self._topology.dp,
@@ -258,7 +258,10 @@ class Replanner:
         )
         if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
             cluster = replace(cluster, copy_bandwidth=min(copy_rates))
-        modes = [[mode for mine in of_stage(buckets, s, schedule.pp) for _, mode in mine] for s in range(schedule.pp)]
+        modes = [
+            [mode for mine in of_stage(buckets, stage, schedule.pp, schedule.style) for _, mode in mine]
+            for stage in range(schedule.pp)
+        ]
         expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         gathers = expected.gather_order if any(expected.gather_order) else ()
@@ -326,8 +329,8 @@ def _spread_waits(
         return None
     waits: list[tuple[float, float]] = []
     for chunk, (first, end) in enumerate(strategy.ranges):
-        stage = stage_of(chunk, schedule.pp)
-        blocks = sum(b - a for a, b in of_stage(strategy.ranges, stage, schedule.pp))
+        stage = stage_of(chunk, schedule.pp, schedule.style)
+        blocks = sum(b - a for a, b in of_stage(strategy.ranges, stage, schedule.pp, schedule.style))
         mine = (per_stage[stage] or 0.0) * ((end - first) / blocks if blocks else 0.0) / schedule.micro_batches
         share = min(_MOST_WAITING, mine / (forward[chunk] + backward[chunk]))
         waits.append((share * forward[chunk], share * backward[chunk]))

@@ -115,6 +115,7 @@ def predict_tp_sync(
         dp=topology.dp,
         pp=topology.pp,
         tp=topology.tp,
+        style=topology.style,
         micro_batches=config.micro_batches,
     )
     way, other = KNOB.of(strategy), None
@@ -157,7 +158,10 @@ def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
     layout = layout_of(KNOB.costs(job, way), strategy.ranges, strategy.bucket_bytes)
     both = [a + b for a, b in zip(layout.forward, layout.backward, strict=True)]
     waits = [a + b for a, b in zip(layout.forward_tp, layout.backward_tp, strict=True)]
-    stages = [(sum(of_stage(both, stage, job.pp)), sum(of_stage(waits, stage, job.pp))) for stage in range(job.pp)]
+    stages = [
+        (sum(of_stage(both, stage, job.pp, job.style)), sum(of_stage(waits, stage, job.pp, job.style)))
+        for stage in range(job.pp)
+    ]
     spent, waited = max(stages)
     return job.micro_batches * spent, job.micro_batches * waited
 
@@ -170,5 +174,5 @@ def _bytes(job: Job, strategy: Strategy) -> int:
         for forward, backward in zip(profile.tp_forward, profile.tp_backward, strict=True)
     ]
     chunks = [sum(of_layer[lo + (c > 0) : hi + 1 + (c == last)]) for c, (lo, hi) in enumerate(strategy.ranges)]
-    most = max(sum(of_stage(chunks, stage, job.pp)) for stage in range(job.pp))
+    most = max(sum(of_stage(chunks, stage, job.pp, job.style)) for stage in range(job.pp))
     return round(job.micro_batches * most)

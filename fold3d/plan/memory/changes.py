@@ -16,10 +16,10 @@ from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.space import offload, registry
-from fold3d.plan.space.segments import folds
 from fold3d.plan.strategy import Modes, Strategy
 from fold3d.plan.trial import Order, Trials
 from fold3d.recompute import Recompute
+from fold3d.schedule import only_segments
 
 _LESS = 0.98
 """Of the memory: what saves less is no help."""
@@ -116,7 +116,7 @@ def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Itera
     if strategy.schedule != "1f1b" and len(spared.recompute.choices) == 1:
         alone = layout_of(job, cut(job, 1), strategy.bucket_bytes, spared)
         yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy))
-    if strategy.segments > 1 and folds(strategy.schedule) and strategy.schedule != "interleaved":
+    if strategy.segments > 1 and only_segments(strategy.schedule) is None and strategy.schedule != "interleaved":
         yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes
 
 

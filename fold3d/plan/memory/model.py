@@ -47,11 +47,11 @@ def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
     chunks = []
     state_of = [0] * job.pp
     for number, activations in enumerate(layout.activations):
-        way, buckets = ways[stage_of(number, job.pp)], layout.buckets[number]
+        way, buckets = ways[stage_of(number, job.pp, layout.style)], layout.buckets[number]
         flat, trained = sum(bucket.bytes for bucket in buckets), layout.trainable_bytes[number]
         state = job.profile.optimizer_bytes * trained / flat if flat else 0.0  # per byte of a bucket
         optimizer = sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets)
-        state_of[stage_of(number, job.pp)] += optimizer
+        state_of[stage_of(number, job.pp, layout.style)] += optimizer
         chunks.append(
             _C.ChunkBytes(
                 weights=layout.parameter_bytes[number],
@@ -91,7 +91,7 @@ def _workspace(job: Job, layout: Layout, modes: Modes, stage: int) -> int:
     ]
     most = sum(at_once) if job.dp == 1 else max(at_once, default=0)  # several replicas step bucket by bucket
     if not job.profile.updates_together:
-        most = min(most, max(of_stage(layout.largest_gradient, stage, job.pp)))
+        most = min(most, max(of_stage(layout.largest_gradient, stage, job.pp, layout.style)))
     return round(job.profile.update_bytes * most)
 
 

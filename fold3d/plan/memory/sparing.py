@@ -43,6 +43,8 @@ class Ladder:
 
     chunks: int
     pp: int
+    style: str
+    """On which stages the chunks live."""
     steps: tuple[Choice, ...]
     """Of a chunk; none: what is recomputed is fixed."""
     spared: Spared
@@ -59,7 +61,7 @@ class Ladder:
             return self.spared
         choices = [_NONE] * self.chunks
         for stage, rung in enumerate(rungs):
-            mine = chunks_of(stage, self.chunks, self.pp)
+            mine = chunks_of(stage, self.chunks, self.pp, self.style)
             for place, chunk in enumerate(mine):
                 if self.spared.offload.nothing:
                     step = min(rung - len(self.steps) * place, len(self.steps))
@@ -85,12 +87,12 @@ def ladders(job: Job, constraints: Constraints, chunks: int) -> Iterator[Ladder]
         spared = replace(fixed, offload=how)
         is_share = how != fixed.offload and how.percent < 100  # of what leaves alone `lighten` finds the best one
         if not is_share and spared.offloaded(chunks):
-            yield Ladder(chunks, job.pp, (), spared)
+            yield Ladder(chunks, job.pp, job.style, (), spared)
         for name, steps in _STEPS.items() if again_is_free else ():
             if chunks == 1 and name == "full":  # one chunk in one piece recomputes block by block
                 continue
             if not is_share or name == "blocks":
-                yield Ladder(chunks, job.pp, steps, spared)
+                yield Ladder(chunks, job.pp, job.style, steps, spared)
 
 
 def lighten(job: Job, spared: Spared, tried: Try, fits: Callable[[StagePeak], bool]) -> None:

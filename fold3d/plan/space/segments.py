@@ -25,14 +25,9 @@ def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[i
         return [max(1, num_segments(len(again.choices), job.pp))]
     most = max(1, min(MOST_SEGMENTS, num_segments(len(places(job.trace)), job.pp)))
     name = constraints.schedule
-    if name is not None and not name.endswith(".csv") and not folds(name):
-        most = 1
+    if name is not None and not name.endswith(".csv") and (only := schedules.only_segments(name)) is not None:
+        return [only]
     return [n for n in range(1, most + 1) if n <= 12 or n % 4 == 0 or n == most]
-
-
-def folds(name: str) -> bool:
-    """Returns whether a registered schedule has segments."""
-    return any(info.uses_segments for info in schedules.registry() if info.name == name)
 
 
 def _check(value: int, constraints: Constraints) -> None:

@@ -54,6 +54,10 @@ TEST(Deps, Transfers) {
   EXPECT_FALSE(send_after(kShape, parse_action("0B1")));
   EXPECT_FALSE(send_after(kShape, parse_action("2W1")));
   EXPECT_FALSE(send_after(Shape{1, 4, 2}, parse_action("0F1")));
+  const Shape v{3, 2, 2, Style::kV};  // chunks 2 and 3 are on the last stage
+  EXPECT_FALSE(send_after(v, parse_action("2F1")));
+  EXPECT_FALSE(send_after(v, parse_action("3B1")));
+  EXPECT_EQ(send_after(v, parse_action("3F1")), parse_action("3SEND_F1"));
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ void for_each_schedule(int max_pp, int max_segments, int max_micro_batches, Chec
       for (int m = 1; m <= max_micro_batches; ++m) {
         const Shape shape{pp, segments, m};
         for (const SchedulerInfo& info : registry()) {
-          if (info.uses_segments || segments == 1) check(generate(info.name, {shape, 0, ""}), info.name);
+          if (info.allows(segments)) check(generate(info.name, {shape, 0, ""}), info.name);
         }
         for (const int n : {1, 2, pp - 1, pp, m - 1, m}) {
           if (n < 1) continue;
@@ -82,6 +82,7 @@ TEST(CoreSchedules, LengthsOfThePapers) {
         if (m >= pp && segments == 1) {
           EXPECT_EQ(length("zb_h1"), m * round + (pp - 1));  // F + I - W = 1 for each stage but one
         }
+        if (m >= 2 * pp - 1 && segments == 2) EXPECT_EQ(length("zb_v"), 2 * m * round + (pp - 1));  // no bubble
         if (m >= pp) {
           EXPECT_EQ(length("interleaved"), (segments * m + pp - 1) * round);
         }
@@ -96,6 +97,9 @@ TEST(CoreSchedules, StashOfThePapers) {
   EXPECT_EQ(stash("gpipe", {3, 1, 5}), (std::vector<int>{5, 5, 5}));
   EXPECT_EQ(stash("1f1b", {3, 1, 5}), (std::vector<int>{3, 2, 1}));
   EXPECT_EQ(stash("zb_h1", {3, 1, 5}), (std::vector<int>{3, 3, 3}));
+  EXPECT_EQ(stash("kfkb", {3, 1, 5}), (std::vector<int>{5, 4, 2}));
+  EXPECT_EQ(stash("shifted_critical_path", {4, 1, 5}), (std::vector<int>{4, 3, 3, 1}));
+  EXPECT_EQ(stash("zb_v", {3, 2, 5}), (std::vector<int>{6, 6, 6}));
   EXPECT_EQ(stash("interleaved", {4, 2, 16}).front(), 4 * (2 + 1) - 1);
   EXPECT_EQ(stash("aiao", {2, 3, 5}), (std::vector<int>{15, 15}));
 }
@@ -111,6 +115,7 @@ TEST(Registry, RejectsWhatHasNoEffect) {
   EXPECT_THROW(generate("nothing", {}), std::invalid_argument);
   EXPECT_THROW(generate("1f1b", {Shape{2, 2, 4}, 0, ""}), std::invalid_argument);
   EXPECT_THROW(generate("aiao", {Shape{2, 2, 4}, 2, ""}), std::invalid_argument);
+  EXPECT_THROW(generate("zb_v", {Shape{2, 1, 4}, 0, ""}), std::invalid_argument);
   EXPECT_THROW(generate("fold", {Shape{2, 2, 4}, -1, ""}), std::invalid_argument);
   EXPECT_THROW(generate("fold", {Shape{2, 2, 4}, 2, "half"}), std::invalid_argument);
   EXPECT_THROW(generate("gpipe", {Shape{0, 1, 4}, 0, ""}), std::invalid_argument);

@@ -44,7 +44,7 @@ void for_each_case(Check check) {
     for (const int pp : {1, 2, 4}) {
       for (const int segments : {1, 2, 4}) {
         for (const int m : {1, 3, 8}) {
-          if (info.uses_segments || segments == 1) check(generate(info.name, {{pp, segments, m}, 0, ""}), info.name);
+          if (info.allows(segments)) check(generate(info.name, {{pp, segments, m}, 0, ""}), info.name);
         }
       }
     }

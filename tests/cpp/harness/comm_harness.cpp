@@ -159,7 +159,8 @@ std::unique_ptr<TestRank> Pipeline::rank(int stage, std::shared_ptr<comm::NicArb
   if (run_.over_tcp) {
     const int pp = settings.options.shape.pp;
     const auto at = [&](int s) { return links_[static_cast<std::size_t>((s + pp) % pp)]; };
-    at(stage)->connect(at(stage + 1)->endpoint(), at(stage - 1)->endpoint(), run_.options.timeout);
+    const bool both_ways = settings.options.shape.style == core::Style::kV;
+    at(stage)->connect(at(stage + 1)->endpoint(), at(stage - 1)->endpoint(), run_.options.timeout, both_ways);
     transport = std::make_unique<comm::TcpTransport>(at(stage));
   }
   return std::make_unique<TestRank>(std::move(transport), std::move(settings));
@@ -193,7 +194,7 @@ ScheduleCase random_case(std::mt19937_64& random, int least_pp, int most_pp) {
   ScheduleCase c{.name = info.name, .pp = 0, .segments = 1, .micro_batches = 0, .group_size = 0};
   c.pp = least_pp + static_cast<int>(random() % static_cast<unsigned>(most_pp - least_pp + 1));
   c.micro_batches = 1 + static_cast<int>(random() % 8);
-  if (info.uses_segments) c.segments = 1 + static_cast<int>(random() % 3);
+  if (info.uses_segments) c.segments = info.segments ? info.segments : 1 + static_cast<int>(random() % 3);
   if (info.uses_group_size) c.group_size = 1 + static_cast<int>(random() % static_cast<unsigned>(c.micro_batches));
   return c;
 }

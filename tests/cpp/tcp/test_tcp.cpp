@@ -54,12 +54,12 @@ TEST(Tcp, WholeSchedulesArriveInOrderWithRandomDelays) {
 TEST(Tcp, TheTwoDirectionsAndChannelsAreIndependent) {
   Pair pair;
   const std::array<std::byte, 1> a{std::byte{1}}, b{std::byte{2}};
-  pair.first.send(Channel::kForward, a);
-  pair.first.send(Channel::kBackward, b);
+  pair.first.send(Channel::kForward, 1, a);
+  pair.first.send(Channel::kBackward, 1, b);
   std::array<std::byte, 1> got{};
-  pair.second.recv(Channel::kBackward, got);
+  pair.second.recv(Channel::kBackward, 0, got);
   EXPECT_EQ(got, b);
-  pair.second.recv(Channel::kForward, got);
+  pair.second.recv(Channel::kForward, 0, got);
   EXPECT_EQ(got, a);
 }
 
@@ -69,7 +69,7 @@ TEST(Tcp, AbortEndsABlockedReceiveWithItsReason) {
   std::thread blocked([&] {
     std::array<std::byte, 8> bytes{};
     try {
-      pair.first.recv(Channel::kForward, bytes);
+      pair.first.recv(Channel::kForward, 1, bytes);
     } catch (const comm::AbortedError& error) {
       text = error.what();
     }
@@ -77,13 +77,13 @@ TEST(Tcp, AbortEndsABlockedReceiveWithItsReason) {
   pair.first.abort("enough");
   blocked.join();
   EXPECT_EQ(text, "enough");
-  EXPECT_THROW(pair.first.send(Channel::kForward, std::array<std::byte, 1>{}), comm::AbortedError);
+  EXPECT_THROW(pair.first.send(Channel::kForward, 1, std::array<std::byte, 1>{}), comm::AbortedError);
 }
 
 TEST(Tcp, AbortEndsASendThatNobodyReads) {
   Pair pair;
   const std::vector<std::byte> large(64u << 20);
-  std::thread blocked([&] { EXPECT_THROW(pair.first.send(Channel::kForward, large), comm::AbortedError); });
+  std::thread blocked([&] { EXPECT_THROW(pair.first.send(Channel::kForward, 1, large), comm::AbortedError); });
   pair.first.abort("enough");
   blocked.join();
 }
@@ -91,10 +91,10 @@ TEST(Tcp, AbortEndsASendThatNobodyReads) {
 TEST(Tcp, ASendEndsWhenTheBytesTravelNotWhenTheSystemHasThem) {
   Pair pair;
   std::vector<std::byte> message(3u << 20);  // the system would take as much
-  auto sending = std::async(std::launch::async, [&] { pair.first.send(Channel::kForward, message); });
+  auto sending = std::async(std::launch::async, [&] { pair.first.send(Channel::kForward, 1, message); });
   EXPECT_EQ(sending.wait_for(50ms), std::future_status::timeout);
   std::vector<std::byte> got(message.size());
-  pair.second.recv(Channel::kForward, got);
+  pair.second.recv(Channel::kForward, 0, got);
   sending.get();
 }
 
@@ -103,7 +103,7 @@ TEST(Tcp, APeerThatGoesAwayIsNamed) {
   pair.second.abort("gone");
   std::array<std::byte, 8> bytes{};
   try {
-    pair.first.recv(Channel::kForward, bytes);
+    pair.first.recv(Channel::kForward, 1, bytes);
     FAIL() << "received from nobody";
   } catch (const comm::CommError& error) {
     EXPECT_NE(std::string(error.what()).find("lost the connection to stage 1"), std::string::npos) << error.what();
