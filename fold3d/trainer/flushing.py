@@ -38,13 +38,15 @@ class FlushingHandler(CallbackHandler):
     """Whether the checkpoint of the step that has just ended is not complete yet."""
 
     @classmethod
-    def adopt(cls, handler: CallbackHandler, engine: Engine, has_stepped: Event) -> None:
+    def adopt(
+        cls, handler: CallbackHandler, engine: Engine, has_stepped: Event, save_is_under_way: Callable[[], bool]
+    ) -> None:
         """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's."""
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
         handler.flags = ControlFlags(engine)
-        handler.save_is_under_way = lambda: False
+        handler.save_is_under_way = save_is_under_way
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, unless there is no checkpoint yet that they could look at."""

@@ -72,9 +72,8 @@ class SaveUnderWay:
     """A checkpoint that is being written, or waits for its name; the same on every rank."""
 
     folder: CheckpointFolder
-    step: int
-    """How many were done."""
-    epoch: float | None
+    at: tuple[int, float | None]
+    """Steps that were done, and the epoch."""
     step_index: int
     """Steps that the engine had begun."""
     late_settings: list[dict[str, Any]] | None
@@ -301,8 +300,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 self._say_copies(copied)
             return SaveUnderWay(
                 folder=folder,
-                step=self.state.global_step,
-                epoch=self.state.epoch,
+                at=(self.state.global_step, self.state.epoch),
                 step_index=self.engine.step_index,
                 late_settings=late_settings,
                 delivery=self._delivery,
@@ -346,7 +344,7 @@ class CheckpointingTrainer(transformers.Trainer):
             )
         if save.is_async:  # callbacks are told now, with the state of then
             now = self.state.global_step, self.state.epoch, self.control.should_save
-            self.state.global_step, self.state.epoch = save.step, save.epoch
+            self.state.global_step, self.state.epoch = save.at
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
             self.state.global_step, self.state.epoch, self.control.should_save = now
 

@@ -153,8 +153,9 @@ class Trainer(SearchingTrainer):
         self.accelerator.use_replicas(self.engine.world.data, self.model)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [without_waiting(callback) for callback in callbacks]
-        FlushingHandler.adopt(self.callback_handler, self.engine, self._has_stepped)
-        self.callback_handler.save_is_under_way = lambda: self._save_under_way is not None
+        FlushingHandler.adopt(
+            self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None
+        )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
 
