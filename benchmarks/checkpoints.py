@@ -120,7 +120,7 @@ def work(options: argparse.Namespace, folder: str) -> Watch:
         report_to="none",
         **more,
     )
-    ids = torch.randint(0, 8192, (64, LENGTH))
+    ids = torch.randint(0, 8192, (64, LENGTH), generator=torch.Generator().manual_seed(0))
     watch = Watch()
     data = [{"input_ids": row, "labels": row} for row in ids]
     trainer = fold3d.Trainer(model=model(options), args=args, train_dataset=data, callbacks=[watch])
