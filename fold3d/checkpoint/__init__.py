@@ -2,27 +2,33 @@
 
 from fold3d.checkpoint import manifest
 from fold3d.checkpoint.adapters import adapter_files, has_adapters, load_adapters
+from fold3d.checkpoint.background import Background
 from fold3d.checkpoint.consensus import together
-from fold3d.checkpoint.folder import CheckpointFolder, remove_stale
-from fold3d.checkpoint.late_gradients import LateGradientsFile, LateGradientsSink
-from fold3d.checkpoint.optimizer import OptimizerLayout, OptimizerSink
-from fold3d.checkpoint.stream import Stream
-from fold3d.checkpoint.weights import HostSink, WeightsSink, load_weights
+from fold3d.checkpoint.delivery import Delivery, sees_folder, write_all
+from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_stale
+from fold3d.checkpoint.late_gradients import LateGradientsFile, LateGradientsFiles
+from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
+from fold3d.checkpoint.regions import regions_of
+from fold3d.checkpoint.weights import WeightsFiles, load_weights
 
 __all__ = [
+    "Background",
     "CheckpointFolder",
-    "HostSink",
+    "Delivery",
     "LateGradientsFile",
-    "LateGradientsSink",
+    "LateGradientsFiles",
+    "OptimizerFiles",
     "OptimizerLayout",
-    "OptimizerSink",
-    "Stream",
-    "WeightsSink",
+    "WeightsFiles",
     "adapter_files",
     "has_adapters",
+    "last_committed",
     "load_adapters",
     "load_weights",
     "manifest",
+    "regions_of",
     "remove_stale",
+    "sees_folder",
     "together",
+    "write_all",
 ]

@@ -13,10 +13,14 @@ import re
 import shutil
 from pathlib import Path
 
+from fold3d.checkpoint import manifest
+from fold3d.errors import CheckpointError
+
 logger = logging.getLogger(__name__)
 
 PREFIX = "tmp-"
 # The stock rotation and get_last_checkpoint look for "checkpoint-*": temporary names must not match it.
+_FINAL = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = re.compile(re.escape(PREFIX) + r"(old-)?checkpoint-\d+")
 
 
@@ -53,6 +57,19 @@ class CheckpointFolder:
         """Removes the temporary folder, if there is one."""
         if self.temporary.exists():
             shutil.rmtree(self.temporary)
+
+
+def last_committed(output_dir: str | Path) -> Path | None:
+    """Returns the newest checkpoint in `output_dir` whose files are there and whole; None: there is none."""
+    named = [(int(m.group(1)), path) for path in Path(output_dir).glob("*") if (m := _FINAL.fullmatch(path.name))]
+    for _, path in sorted(named, reverse=True):
+        try:
+            manifest.check(path)
+        except CheckpointError as error:
+            logger.warning("%s; it is passed over for an older one", error)
+        else:
+            return path
+    return None
 
 
 def remove_stale(output_dir: str | Path) -> list[Path]:

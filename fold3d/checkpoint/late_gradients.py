@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fold3d.checkpoint.arrivals import Entry
-from fold3d.checkpoint.safetensors_file import SafetensorsWriter
+from fold3d.checkpoint.delivery import Location
+from fold3d.checkpoint.regions import Entry
+from fold3d.checkpoint.safetensors_file import make_file
 from fold3d.errors import CheckpointError
 from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts
@@ -24,26 +25,18 @@ from fold3d.weights.safetensors_header import DTYPES, read_header
 FILE = "late_gradients.safetensors"
 
 
-class LateGradientsSink:
-    """Writes the tensors of a `Stream` into the file; holds none of them in memory."""
+class LateGradientsFiles:
+    """The file of one save, see `Files`."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-        self._writer: SafetensorsWriter | None = None
+        self.folder = folder
 
-    def open(self, entries: Mapping[str, Entry], notes: list[Any]) -> None:
-        """Writes the header."""
-        self._writer = SafetensorsWriter(self._path, entries)
+    def make(self, entries: Mapping[str, Entry], notes: list[Any]) -> dict[str, Location]:
+        """Makes the file."""
+        return {name: Location(FILE, begin) for name, begin in make_file(self.folder / FILE, entries).items()}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one gradient."""
-        assert self._writer is not None
-        self._writer.write(name, tensor)
-
-    def close(self) -> None:
-        """Gives the file its name."""
-        assert self._writer is not None
-        self._writer.close()
+    def finish(self) -> None:
+        """It has its name: the folder has none yet."""
 
 
 class LateGradientsFile:

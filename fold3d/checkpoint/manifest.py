@@ -26,11 +26,14 @@ _TELLING = (".safetensors", ".json", ".pt", ".pth")
 """Files that show by themselves whether they are whole."""
 
 
-def write(folder: Path, *, step_index: int, late_settings: list[dict[str, Any]] | None = None) -> None:
+def write(
+    folder: Path, *, step_index: int, batch: int | None = None, late_settings: list[dict[str, Any]] | None = None
+) -> None:
     """Writes the manifest of everything now in `folder`.
 
     Args:
         step_index: optimizer steps the engine has begun.
+        batch: samples of an optimizer step, over all replicas.
         late_settings: with which the gradients in the folder will be taken; None: there are none.
     """
     files = {
@@ -38,7 +41,7 @@ def write(folder: Path, *, step_index: int, late_settings: list[dict[str, Any]] 
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != NAME
     }
-    content: dict[str, Any] = {"version": _VERSION, "step_index": step_index, "files": files}
+    content: dict[str, Any] = {"version": _VERSION, "step_index": step_index, "batch": batch, "files": files}
     if late_settings is not None:
         content["late_settings"] = late_settings
     (folder / NAME).write_text(json.dumps(content, indent=2) + "\n")
@@ -50,6 +53,13 @@ def step_index(folder: Path) -> int:
         if (folder / name).is_file():
             return int(_load(folder / name)[key])
     raise CheckpointError(f"{folder} has neither {NAME} nor {_STATE}: it is not a Trainer checkpoint")
+
+
+def batch(folder: Path) -> int | None:
+    """Returns the samples of an optimizer step, over all replicas; None where the checkpoint does not say."""
+    path = folder / NAME
+    found: int | None = _load(path).get("batch") if path.is_file() else None
+    return found
 
 
 def late_settings(folder: Path) -> list[dict[str, Any]] | None:

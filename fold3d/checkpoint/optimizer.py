@@ -6,12 +6,11 @@ indices in the order of the whole model's groups. A rank's optimizer numbers onl
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +19,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.serialization import skip_data
 
-from fold3d.checkpoint.arrivals import Entry
+from fold3d.checkpoint.delivery import Location
+from fold3d.checkpoint.regions import Entry, Region, regions_of, regions_of_piece
 from fold3d.checkpoint.torch_file import TorchFile
+from fold3d.data_parallel.bucket import Piece, laid_out
 from fold3d.data_parallel.optimizer.host_memory import OnHost, host_memory
 from fold3d.data_parallel.optimizer.parameter_state import cut_state, like_parameter, shard_of_state
+from fold3d.data_parallel.optimizer.state import is_split
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.shard import Shard
 from fold3d.weights.parts import Parts
@@ -78,36 +80,51 @@ class OptimizerLayout:
         """Returns the names behind the indices 0, 1, ... of this rank's optimizer."""
         return [name for group in self.groups for name in group if name in owned]
 
-    def state_tensors(
-        self, optimizer: Optimizer, owned: Mapping[str, Parameter], primary: set[str]
-    ) -> tuple[dict[StateKey, Tensor], dict[str, dict[str, Any]]]:
-        """Returns this rank's share of the state: tensors, and per parameter everything that is no tensor."""
-        state = optimizer.state_dict()["state"]
-        tensors: dict[StateKey, Tensor] = {}
-        rest: dict[str, dict[str, Any]] = {}
-        for index, name in enumerate(self.local(owned)):
-            if name not in primary or index not in state:
-                continue
-            rest[name] = {}
-            for key, value in state[index].items():
-                if isinstance(value, Tensor):
-                    tensors[name, key] = value
-                else:
-                    rest[name][key] = value
-        return tensors, rest
+    def state_regions(
+        self,
+        optimizer: Optimizer,
+        owned: Mapping[str, Parameter],
+        primary: set[str],
+        parts: Parts,
+        pieces: Sequence[tuple[Piece, Mapping[str, Any]]] = (),
+    ) -> tuple[list[Region[StateKey]], list[Region[StateKey]], dict[str, dict[str, Any]]]:
+        """Returns this rank's share of the state: what other replicas at its place have, too; what only this one has;
+        and per parameter everything that is no tensor.
 
-    def spread(
-        self, tensors: Mapping[StateKey, Tensor], owned: Mapping[str, Parameter], parts: Parts
-    ) -> dict[StateKey, Shard]:
-        """Returns which of the tensors of `state_tensors` are parts, and how they are spread.
-
+        Args:
+            primary: names of what this rank is responsible for.
+            parts: which part of each parameter it has.
+            pieces: of which its replica alone keeps the state.
         Raises: CheckpointError for a state that cannot be put together.
         """
-        shards = {
-            (name, key): shard_of_state(name, key, tensor, owned[name].shape, parts)
-            for (name, key), tensor in tensors.items()
-        }
-        return {name: shard for name, shard in shards.items() if shard is not None}
+        state = optimizer.state_dict()["state"]
+        everywhere: list[Region[StateKey]] = []
+        own: list[Region[StateKey]] = []
+        rest: dict[str, dict[str, Any]] = {}
+
+        def of_whole(name: str, values: Mapping[str, Any], into: list[Region[StateKey]]) -> None:
+            numbers = rest.setdefault(name, {})
+            for key, value in values.items():
+                if not isinstance(value, Tensor):
+                    numbers[key] = value
+                    continue
+                shard = shard_of_state(name, key, value, owned[name].shape, parts)
+                if shard is not None or _is_first(parts.shard_of(name), parts.rank):
+                    into += regions_of((name, key), value, shard, parts.rank)
+
+        for index, name in enumerate(self.local(owned)):
+            if name in primary and index in state:
+                of_whole(name, state[index], everywhere)
+        for piece, values in pieces:
+            if piece.name not in primary:
+                continue
+            split = {key: value for key, value in values.items() if is_split(value, piece)}
+            shard = parts.shard_of(piece.name)
+            for key, value in split.items():
+                own += regions_of_piece((piece.name, key), piece, value, shard, parts.rank, once=True)
+            if piece.offset == 0:  # the first of the replicas that have pieces of it
+                of_whole(piece.name, {k: v for k, v in values.items() if k not in split}, own)
+        return everywhere, own, rest
 
     def load(
         self,
@@ -117,108 +134,143 @@ class OptimizerLayout:
         parts: Parts | None = None,
         *,
         on_host: bool = False,
+        keep: KeepsPieces | None = None,
     ) -> None:
         """Gives this rank's optimizer its part of the state in `path`, ours or the stock Trainer's.
 
         Args:
             parts: which part of each parameter this rank has; None: all of it. Nothing else is read.
             on_host: the state lies in host memory; whoever steps the optimizer there unwraps it (`OnHost`).
+            keep: those of which each replica keeps a part of the state: this one's is read.
         Raises: CheckpointError when the file is damaged, has other groups than this run's optimizer, or a state that
             cannot be divided.
         """
-        file = TorchFile(path)
-        with file.opened():
-            optimizer.load_state_dict(self._own_part(file, path, owned, parts or Parts.whole(), on_host))
-
-    def _own_part(
-        self, file: TorchFile, path: Path, owned: Mapping[str, Parameter], parts: Parts, on_host: bool
-    ) -> dict[str, Any]:
-        """Returns what this rank's optimizer loads."""
-        whole = file.content
-        saved = file.read_all(whole["param_groups"])
+        file, parts = TorchFile(path), parts or Parts.whole()
+        saved, state = file.content["param_groups"], file.content["state"]
         sizes, expected = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
         if sizes != expected:
             raise CheckpointError(
                 f"{path} belongs to another model or optimizer: its groups hold {sizes} parameters, "
                 f"this run's {expected}"
             )
-        index_of = {
-            name: index
-            for names, group in zip(self.groups, saved, strict=True)
-            for name, index in zip(names, group["params"], strict=True)
-        }
+        indices = itertools.chain.from_iterable(group["params"] for group in saved)
+        index_of = dict(zip(itertools.chain.from_iterable(self.groups), indices, strict=True))
 
-        def read(name: str, key: str, value: Any) -> Any:
-            shape = parts.whole_shape(name, owned[name].shape)
-            shard = shard_of_state(name, key, value, shape, parts)
-            if isinstance(value, Tensor):
-                value = file.read(value, shard, parts.rank)
-            if not on_host:
-                # It has just been read: a copy would leave a hole in the heap for every tensor.
-                return like_parameter(key, value, owned[name], copy=not isinstance(value, Tensor))
-            with host_memory():
-                made = like_parameter(key, value, owned[name], on_host=True)
-                if not isinstance(made, Tensor) or key == "step":
-                    return made
-                # The dtype that torch's optimizers give a state that they load.
-                return OnHost(made.to(owned[name].dtype) if owned[name].is_floating_point() else made)
+        def read(piece: Piece, tensor: Tensor) -> dict[str, Any] | None:
+            values = state.get(index_of[piece.name])
+            if values is None:
+                return None
+            found = {key: _read(file, piece, key, value, parts)[0] for key, value in values.items()}
+            return {key: _as_loaded(key, value, tensor, groups, index_of[piece.name]) for key, value in found.items()}
 
-        state = {
-            number: {key: read(name, key, value) for key, value in whole["state"][index_of[name]].items()}
-            for number, name in enumerate(self.local(owned))
-            if index_of[name] in whole["state"]
-        }
-        groups, start = [], 0
-        for names, group in zip(self.groups, saved, strict=True):
-            count = sum(name in owned for name in names)
-            groups.append({**group, "params": list(range(start, start + count))})
-            start += count
-        return {"state": state, "param_groups": groups}
+        with file.opened():
+            groups = file.read_all(saved)
+            local = [name for name in self.local(owned) if keep is None or name not in keep.names]
+            own = {
+                name: {
+                    key: _beside(
+                        key, _read(file, Piece.whole(name, owned[name]), key, value, parts), owned[name], on_host
+                    )
+                    for key, value in state[index_of[name]].items()
+                }
+                for name in local
+                if index_of[name] in state
+            }
+            numbers = {name: number for number, name in enumerate(self.local(owned))}
+            mine = [
+                {**group, "params": [numbers[name] for name in names if name in owned]}
+                for names, group in zip(self.groups, groups, strict=True)
+            ]
+            optimizer.load_state_dict({"state": {numbers[n]: one for n, one in own.items()}, "param_groups": mine})
+            if keep is not None:
+                keep.load_held(read)
 
 
-class OptimizerSink:
-    """Writes optimizer.pt from a `Stream`, on rank 0, without holding the state in memory.
+def _read(file: TorchFile, piece: Piece, key: str, value: Any, parts: Parts) -> tuple[Any, bool]:
+    """Returns a value of the state of a piece's parameter, and whether it is the piece's, flat: of what has the
+    parameter's shape only the piece is read."""
+    whole = parts.whole_shape(piece.name, piece.parameter.shape)
+    shard = shard_of_state(piece.name, key, value, whole, parts)
+    if not isinstance(value, Tensor) or not value.ndim or tuple(value.shape) != whole:
+        return file.read_all(value), False
+    data = torch.empty(piece.stop - piece.start, dtype=value.dtype)
+    for region in regions_of_piece(key, piece, data, shard, parts.rank, once=False):
+        file.read_box(value, region.starts, region.data)
+    return data, True
 
-    The file is laid out with empty tensors first, then filled as they arrive.
-    """
 
-    def __init__(self, path: Path, layout: OptimizerLayout, groups: Sequence[Mapping[str, Any]]) -> None:
+def _beside(key: str, read: tuple[Any, bool], parameter: Parameter, on_host: bool) -> Any:
+    """Returns what was read for a whole parameter as `load_state_dict` takes it."""
+    value, is_flat = read
+    value = laid_out(value, parameter) if is_flat else value
+    if not on_host:
+        # It has just been read: a copy would leave a hole in the heap for every tensor.
+        return like_parameter(key, value, parameter, copy=not isinstance(value, Tensor))
+    with host_memory():
+        made = like_parameter(key, value, parameter, on_host=True)
+        if not isinstance(made, Tensor) or key == "step":
+            return made
+        # The dtype that torch's optimizers give a state that they load.
+        return OnHost(made.to(parameter.dtype) if parameter.is_floating_point() else made)
+
+
+def _is_first(shard: Shard | None, rank: int) -> bool:
+    """Whether this rank of a tensor-parallel group writes what of a parameter's state all of them have."""
+    return shard is None or next(place for place in range(shard.ranks) if shard.length(place)) == rank
+
+
+def _as_loaded(key: str, value: Any, tensor: Tensor, groups: Any, index: int) -> Any:
+    """Returns a value of the state as `load_state_dict` would give it to an optimizer that steps `tensor`."""
+    if not isinstance(value, Tensor):
+        return value
+    policy: Any = Optimizer._process_value_according_to_param_policy
+    return policy(tensor, value, index, groups, key)
+
+
+class KeepsPieces(Protocol):
+    """Who keeps the state of parts of parameters, on this replica."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters, also those of which other replicas have all."""
+
+    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
+        """Puts the state that `read` returns, of a piece and what is stepped of it, in the place of its own."""
+
+
+class OptimizerFiles:
+    """optimizer.pt of one save, see `Files`. It is laid out with empty tensors, which are filled where they lie."""
+
+    def __init__(self, folder: Path, layout: OptimizerLayout, groups: Sequence[Mapping[str, Any]]) -> None:
         """Args:
         groups: param_groups of rank 0's optimizer; their settings are those of the whole model's groups.
         """
-        self._path, self._layout, self._groups = path, layout, groups
-        self._index = {name: i for i, name in enumerate(n for names in layout.groups for n in names)}
-        self._file: TorchFile | None = None
-        self._open = contextlib.ExitStack()
+        self.folder, self._layout, self._groups = folder, layout, groups
 
-    def open(self, entries: Mapping[StateKey, Entry], notes: list[dict[str, dict[str, Any]]]) -> None:
-        """Writes the file with the right structure; notes: what is no tensor, by rank and parameter."""
+    def make(
+        self, entries: Mapping[StateKey, Entry], notes: list[dict[str, dict[str, Any]]]
+    ) -> dict[StateKey, Location]:
+        """Makes the file; notes: what is no tensor, by rank and parameter."""
+        index = {name: i for i, name in enumerate(n for names in self._layout.groups for n in names)}
         state: dict[int, dict[str, Any]] = {}
         for note in reversed(notes):  # of what several ranks say the first one counts
             for name, values in note.items():
-                state.setdefault(self._index[name], {}).update(values)
+                state.setdefault(index[name], {}).update(values)
         with FakeTensorMode():
             for (name, key), entry in entries.items():
-                state[self._index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
+                state[index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
         start, groups = 0, []
         for names, group in zip(self._layout.groups, self._groups, strict=True):
             groups.append({**group, "params": list(range(start, start + len(names)))})
             start += len(names)
-        whole = {"state": dict(sorted(state.items())), "param_groups": groups}
         with skip_data(materialize_fake_tensors=True):
-            torch.save(whole, self._path)
-        with self._path.open("r+b") as file:
-            # Skipped data are holes: better no room on the disk now than halfway.
-            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        self._file = TorchFile(self._path)
-        self._open.enter_context(self._file.opened(writes=True))
+            torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, self.folder / FILE)
+        file = TorchFile(self.folder / FILE)
+        made = file.content["state"]
+        return {
+            (name, key): Location(FILE, file.place(made[index[name]][key]) if entry.bytes else 0)
+            for (name, key), entry in entries.items()
+        }
 
-    def write(self, name: StateKey, tensor: Tensor) -> None:
-        """Stores one tensor of the state of one parameter."""
-        parameter, key = name
-        assert self._file is not None
-        self._file.write(self._file.content["state"][self._index[parameter]][key], tensor)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._open.close()
+    def finish(self) -> None:
+        """It has its name: the folder has none yet."""

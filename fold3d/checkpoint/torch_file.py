@@ -1,13 +1,12 @@
-"""TorchFile: a file of torch.save whose tensors are read and written one at a time, or in parts, where they lie.
+"""TorchFile: a file of torch.save whose tensors are read one at a time, or in parts, where they lie.
 
-It is not mapped: mapped pages would count as this process's memory, and one that cannot be written ends the process.
+It is not mapped: mapped pages would count as this process's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fold3d.comms.family import as_bytes
+from fold3d.checkpoint.regions import box_of, read_box
 from fold3d.errors import CheckpointError
-from fold3d.sharding.shard import Shard
-from fold3d.weights.part_reader import read_part
 
 
 class TorchFile:
@@ -40,44 +37,46 @@ class TorchFile:
         self._descriptor = -1
 
     @contextlib.contextmanager
-    def opened(self, *, writes: bool = False) -> Iterator[None]:
-        """Lets `read`, or `write`, be called in the body."""
-        with open(self._path, "r+b" if writes else "rb", buffering=0) as file:
+    def opened(self) -> Iterator[None]:
+        """Lets values be read in the body."""
+        with open(self._path, "rb", buffering=0) as file:
             self._descriptor = file.fileno()
             yield
 
-    def read(self, like: Tensor, shard: Shard | None = None, rank: int = 0) -> Tensor:
-        """Returns the values of a tensor of `content`, or a rank's part of them; reads no more.
-
-        Raises: CheckpointError when the file ends before.
-        """
-        try:
-            if like.is_contiguous():
-                part = torch.empty(like.shape if shard is None else shard.shape(like.shape, rank), dtype=like.dtype)
-                read_part(self._descriptor, self._place(like), part, shard, rank)
-                return part
-            # Laid out otherwise, such as channels last: as many elements as from its first to its last one.
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-            flat = torch.empty(extent, dtype=like.dtype)
-            read_part(self._descriptor, self._place(like), flat)
-            whole = flat.as_strided(like.shape, like.stride())
-            return whole if shard is None else shard.take(whole, rank)
-        except EOFError as error:
-            raise CheckpointError(f"{self._path} is cut short: {error}") from error
+    def read(self, like: Tensor) -> Tensor:
+        """Returns the values of a tensor of `content`. Raises: CheckpointError when the file ends before."""
+        if like.is_contiguous():
+            data = torch.empty(like.shape, dtype=like.dtype)
+            self.read_box(like, (0,) * like.ndim, data)
+            return data
+        # Laid out otherwise, such as channels last: as many elements as from its first to its last one.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        flat = torch.empty(extent, dtype=like.dtype)
+        self._fill((extent,), like, (0,), flat)
+        return flat.as_strided(like.shape, like.stride())
 
     def read_all(self, value: Any) -> Any:
         """Returns a piece of `content` with the values of all tensors in it."""
         return tree_map_only(Tensor, self.read, value)
 
-    def write(self, like: Tensor, values: Tensor) -> None:
-        """Sets the values of a contiguous tensor of `content`."""
-        data, place = as_bytes(values.cpu()).numpy().data, self._place(like) if like.numel() else 0
-        while data:
-            count = os.pwrite(self._descriptor, data, place)
-            data, place = data[count:], place + count
+    def read_box(self, like: Tensor, starts: Sequence[int], data: Tensor) -> None:
+        """Fills `data`, in host memory, with the box of a tensor of `content` that begins at `starts`.
 
-    def _place(self, like: Tensor) -> int:
-        """Returns where in the file a tensor begins."""
+        Raises: CheckpointError when the file ends before.
+        """
+        if like.is_contiguous():
+            self._fill(like.shape, like, starts, data)
+        else:
+            data.copy_(box_of(self.read(like), starts, data.shape))
+
+    def _fill(self, shape: Sequence[int], like: Tensor, starts: Sequence[int], data: Tensor) -> None:
+        try:
+            read_box(self._descriptor, self.place(like), shape, starts, data)
+        except EOFError as error:
+            raise CheckpointError(f"{self._path} is cut short: {error}") from error
+
+    def place(self, like: Tensor) -> int:
+        """Returns where in the file a tensor of `content` with elements begins."""
         storage: Any = like.untyped_storage()
         begin: int = storage._checkpoint_offset  # which torch.load notes for fake tensors
         return begin + int(like.storage_offset()) * like.element_size()

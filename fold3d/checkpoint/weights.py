@@ -1,8 +1,9 @@
-"""Weights: model.safetensors (or shards and an index) written as a stream and read tensor by tensor."""
+"""Weights: model.safetensors (or shards and an index), written and read in parts."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.nn import Module
 
-from fold3d.checkpoint.arrivals import Entry
+from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.names import tied_groups
-from fold3d.checkpoint.safetensors_file import SafetensorsWriter
+from fold3d.checkpoint.regions import Entry
+from fold3d.checkpoint.safetensors_file import make_file
 from fold3d.errors import CheckpointError
 from fold3d.weights import pretrained
 from fold3d.weights.parts import Parts
@@ -23,10 +25,12 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_SIZE = "50GB"
 """The stock `save_pretrained` default."""
+_FILLING = ".tmp"
+"""Behind the name of a file that is not complete."""
 
 
-class WeightsSink:
-    """Writes the tensors of a `Stream` into a folder; holds none of them in memory.
+class WeightsFiles:
+    """The weights' files of one save, see `Files`: one, or shards with an index, as `save_pretrained` divides them.
 
     Files get their final names once all of their tensors are there, the index last.
     """
@@ -38,65 +42,45 @@ class WeightsSink:
         max_shard_size: int | str = MAX_SHARD_SIZE,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`prepare` is called before the first file is written; what it raises is raised like a write error."""
-        self._folder, self._max_shard_size, self._prepare = folder, max_shard_size, prepare
-        self._writers: dict[str, SafetensorsWriter] = {}
-        self._file_of: dict[str, str] = {}
+        """`prepare` is called before the first file is made."""
+        self.folder, self._max_shard_size, self._prepare = folder, max_shard_size, prepare
+        self._made: list[str] = []
         self._index: dict[str, Any] | None = None
 
-    def open(self, entries: Mapping[str, Entry], notes: list[Any]) -> None:
-        """Opens every file with its full header."""
+    def make(self, entries: Mapping[str, Entry], notes: list[Any]) -> dict[str, Location]:
+        """Makes every file, under the name of its own that it has while it is filled."""
         shapes = {name: torch.empty(e.shape, dtype=e.dtype, device="meta") for name, e in entries.items()}
         split = split_torch_state_dict_into_shards(
             shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=self._max_shard_size
         )
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self._prepare is not None:
             self._prepare()
-        self._file_of = dict(split.tensor_to_filename)
-        for file, names in split.filename_to_tensors.items():
-            inside = {name: entries[name] for name in names}
-            self._writers[file] = SafetensorsWriter(self._folder / file, inside)
+        self._made = list(split.filename_to_tensors)
         if split.is_sharded:
             total = sum(tensor.numel() for tensor in shapes.values())
             self._index = {
                 "metadata": {"total_parameters": total, **split.metadata},
-                "weight_map": self._file_of,
+                "weight_map": dict(split.tensor_to_filename),
             }
+        locations: dict[str, Location] = {}
+        for file, names in split.filename_to_tensors.items():
+            begins = make_file(self.folder / (file + _FILLING), {name: entries[name] for name in names})
+            locations |= {name: Location(file + _FILLING, begin) for name, begin in begins.items()}
+        return locations
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor."""
-        self._writers[self._file_of[name]].write(name, tensor)
-
-    def close(self) -> None:
-        """Completes the files and removes weight files of an earlier save that are not part of this one."""
-        for writer in self._writers.values():
-            writer.close()
-        index = self._folder / INDEX
+    def finish(self) -> None:
+        """Names the files, and removes weight files of an earlier save that are not part of this one."""
+        for name in self._made:
+            os.replace(self.folder / (name + _FILLING), self.folder / name)
+        index = self.folder / INDEX
         if self._index is not None:
             index.write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
         else:
             index.unlink(missing_ok=True)
-        for path in [self._folder / FILE, *self._folder.glob("model-?????-of-?????.safetensors")]:
-            if path.name not in self._writers:
+        for path in [self.folder / FILE, *self.folder.glob("model-?????-of-?????.safetensors")]:
+            if path.name not in self._made:
                 path.unlink(missing_ok=True)
-
-
-class HostSink:
-    """Keeps the tensors of a `Stream` in host memory: for formats that need all of them at once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-
-    def open(self, entries: Mapping[str, Entry], notes: list[Any]) -> None:
-        """Nothing to prepare."""
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Keeps a copy of one tensor."""
-        self.tensors[name] = tensor.detach().cpu().clone()
-
-    def close(self) -> None:
-        """Nothing to complete."""
 
 
 def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, parts: Parts | None = None) -> None:

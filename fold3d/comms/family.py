@@ -110,4 +110,6 @@ class Family:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().contiguous()
+    # Not reshape(-1): of one element, which counts as contiguous with any strides, it keeps them.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

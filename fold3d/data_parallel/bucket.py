@@ -36,6 +36,11 @@ class Piece:
     offset: int
     """First element in the parameter, flattened as it lies in memory."""
 
+    @classmethod
+    def whole(cls, name: str, parameter: Parameter) -> Piece:
+        """Returns that of a shard which is the parameter."""
+        return cls(name, parameter, 0, 0, parameter.numel(), 0)
+
     def of(self, flat: Tensor) -> Tensor:
         """Returns the piece's part of its bucket's flat tensor; a number without dimensions stays one."""
         part = flat[self.start : self.stop]
@@ -202,16 +207,16 @@ def laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
 
     As autograd lays gradients out: fused optimizers go through the memory of both without a look at their strides.
     """
-    order = _memory_order(parameter)
+    order = memory_order(parameter)
     return flat.view([parameter.shape[d] for d in order]).permute([order.index(d) for d in range(parameter.ndim)])
 
 
 def flattened(value: Tensor, parameter: Tensor) -> Tensor:
     """Returns the elements of `value`, of the parameter's shape, in the order of the parameter's memory."""
-    return value.permute(_memory_order(parameter)).reshape(-1)
+    return value.permute(memory_order(parameter)).reshape(-1)
 
 
-def _memory_order(parameter: Tensor) -> list[int]:
+def memory_order(parameter: Tensor) -> list[int]:
     """Returns the dimensions from the slowest to the fastest; as they are where elements lie apart or on another."""
     order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
     return order if parameter.permute(order).is_contiguous() else list(range(parameter.ndim))

@@ -379,6 +379,11 @@ class DpSync:
         if self._optimizer is not None:
             self._optimizer.collect_state()
 
+    @property
+    def keeps_pieces(self) -> BucketwiseOptimizer | None:
+        """Who keeps this replica's part of the optimizer's state of what the replicas step in parts."""
+        return self._optimizer
+
     def before_state_dict(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
         self.settle()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.data_parallel.gradients import Factor
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.observe.step_breakdown import RawRecord
 
 
@@ -77,6 +78,13 @@ class GradientSync(Protocol):
 
     def release_state(self) -> None:
         """Undoes `collect_state`."""
+
+    @property
+    def keeps_pieces(self) -> BucketwiseOptimizer | None:
+        """Who keeps this replica's part of the optimizer's state of what the replicas step in parts; None: nobody."""
+
+    def settle(self) -> None:
+        """As `flush`, and nothing that was begun is under way any more."""
 
     def before_state_dict(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when it is not whole."""

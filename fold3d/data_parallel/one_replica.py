@@ -120,6 +120,12 @@ class OneReplica:
     def release_state(self) -> None:
         """It stays whole."""
 
+    keeps_pieces = None
+    """There are no other replicas."""
+
+    def settle(self) -> None:
+        """Parameters are up to date."""
+
     def before_state_dict(self) -> None:
         """It is whole."""
 

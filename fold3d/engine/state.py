@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
+from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_memory import host_memory
 from fold3d.data_parallel.optimizer.parameter_state import assembled, like_parameter, part_of_state, shard_of_state
 from fold3d.engine.built import BuiltRank
@@ -168,6 +170,20 @@ class WholeState(ABC):
             yield
         finally:
             sync.release_state()
+
+    @contextlib.contextmanager
+    def own_optimizer_state(self) -> Iterator[list[tuple[Piece, dict[str, Any]]]]:
+        """Yields this replica's part of the optimizer's state of parameters that the replicas step in parts, by piece.
+        In the body weights are up to date, and the optimizer's own state, which is without these, may be read."""
+        self._built().sync.settle()
+        keeper = self.keeps_pieces
+        with contextlib.ExitStack() as stack:
+            yield [] if keeper is None else stack.enter_context(keeper.held_state())
+
+    @property
+    def keeps_pieces(self) -> BucketwiseOptimizer | None:
+        """Who keeps the state of what the replicas step in parts; None where there is no optimizer, or one replica."""
+        return self._built().sync.keeps_pieces
 
     def load_state_dict(self, full: Mapping[str, Any]) -> None:
         """Takes this rank's share of what `state_dict` returned, under any layout.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from fold3d.checkpoint import last_committed, manifest
 from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, SETTINGS, ParallelConfig, parse_tp_plan
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     Plan = Mapping[str, str] | str
 else:  # HfArgumentParser reads the types, and would read `int | str` as int
     NumberOrAuto = FlagOrAuto = Bytes = Plan = str
+
+logger = logging.getLogger(__name__)
 
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -92,6 +96,29 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether a checkpoint is copied to host memory at the end of its step and written while training "
+            "goes on. Default: training waits until it is written."
+        },
+    )
+    resume: str | None = field(
+        default=None,
+        metadata={
+            "help": "'auto' goes on from the newest whole checkpoint in output_dir, if there is one, when train() is "
+            "given none; gradient_accumulation_steps then follows from the number of processes, so that the global "
+            "batch stays that of the checkpoint. Default: train() begins anew unless it is given one."
+        },
+    )
+    exit_when_preempted: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether train() ends the script, with exit code 0, when enable_jit_checkpoint has saved because "
+            "of a signal. Default: it returns."
+        },
+    )
+
     def __post_init__(self) -> None:
         _report_uncaught()
         refuse_unsupported(self)
@@ -103,6 +130,8 @@ class TrainingArguments(transformers.TrainingArguments):
         m = self.gradient_accumulation_steps  # by its name here; it is the Engine's micro_batches
         if not isinstance(m, int) or isinstance(m, bool) or m < 1:
             raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
+        world_size = _announced_world_size()
+        self._settle_saving(world_size)
         config = self.parallel
         if config.gradient_delay and self.fp16:
             raise ConfigError(FP16_WITH_DELAY)
@@ -110,7 +139,6 @@ class TrainingArguments(transformers.TrainingArguments):
             setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
             self.partition = ",".join(config.partition)
-        world_size = _announced_world_size()
         dp = config.resolve_dp(world_size)
         constraints = resolve_auto(config, dp)
         if constraints.segments is not None and self.micro_batch_size != AUTO:  # raises when there is no such schedule
@@ -150,6 +178,45 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "
                 "per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
+            )
+
+    def _settle_saving(self, world_size: int) -> None:
+        """Raises: ConfigError for what has no effect, or no meaning, in saving and going on."""
+        if self.resume not in (None, AUTO):
+            raise ConfigError(
+                f"resume={self.resume!r}: must be 'auto', or left out; give a folder to "
+                "trainer.train(resume_from_checkpoint=...)"
+            )
+        if self.async_save and getattr(self.save_strategy, "value", self.save_strategy) == "no":
+            raise ConfigError("async_save=True has no effect with save_strategy='no': set save_strategy, or remove it")
+        if self.exit_when_preempted and not self.enable_jit_checkpoint:
+            raise ConfigError(
+                "exit_when_preempted=True has no effect without enable_jit_checkpoint=True, which saves at a signal"
+            )
+        if self.resume == AUTO:
+            self._keep_global_batch(self.parallel.resolve_dp(world_size))
+
+    def _keep_global_batch(self, dp: int) -> None:
+        """Makes as many micro-batches of a step as give the global batch of the checkpoint that will be resumed.
+
+        Raises: ConfigError when no number does.
+        """
+        last = None if self.output_dir is None else last_committed(self.output_dir)
+        batch = None if last is None else manifest.batch(last)
+        if batch is None:
+            return
+        samples, before = self.per_device_train_batch_size * dp, self.gradient_accumulation_steps
+        if batch % samples:
+            raise ConfigError(
+                f"{last} was trained with {batch} samples per step, which {dp} replicas with "
+                f"per_device_train_batch_size={self.per_device_train_batch_size} cannot make up: take another "
+                "per_device_train_batch_size or number of processes, or leave out resume='auto' to change the batch"
+            )
+        self.gradient_accumulation_steps = batch // samples
+        if self.gradient_accumulation_steps != before:
+            logger.warning(
+                "gradient_accumulation_steps=%s instead of %s, so that a step of %s replicas has the %s samples of %s",
+                *(self.gradient_accumulation_steps, before, dp, batch, last),
             )
 
     def _run_all_modules(self, segments: int | None) -> None:

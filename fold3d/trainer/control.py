@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +28,14 @@ class ControlFlags:
     Within a step the loop looks at `_ENDS` after each micro-batch. They are compared there only where some process has
     a callback of the user's that may set them; else, set by something else such as a signal's handler, they count at
     the end of the step.
+
+    What else all processes must know at the end of a step of any of them goes along, see `listen`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._asked: dict[str, Callable[[], bool]] = {}
+        self._heard: set[str] = set()
         self._held: set[str] = set()
         self._common: set[str] = set()  # set everywhere when they were compared last
         self._told: set[str] = set()
@@ -44,11 +49,20 @@ class ControlFlags:
             acts_within: whether a callback of this process may set flags within a step.
         """
         if self._engine.topology.world == 1:
+            self._heard = {what for what, is_so in self._asked.items() if is_so()}
             return
         if event in _TOGETHER or (event == "on_substep_end" and self._compares_within):
             self.compare(control, step, acts_within=acts_within)
         elif event in ("on_substep_end", "on_log"):  # one process may be the only one to log
             self._put_off(control, [flag for flag in _FLAGS if flag not in self._common])
+
+    def listen(self, what: str, is_so: Callable[[], bool]) -> None:
+        """`is_so` is asked whenever flags are compared; every process calls, in the same order."""
+        self._asked[what] = is_so
+
+    def heard(self, what: str) -> bool:
+        """Whether it was so on any process when flags were compared last."""
+        return what in self._heard
 
     def put_off_all_but_logs(self, control: Any) -> None:
         """Evaluation and checkpoint, also those that `on_log` asks for, wait for the next `compare`."""
@@ -68,11 +82,14 @@ class ControlFlags:
         self._held.clear()
         # The first rank that has set it, and the first that has not.
         wants = torch.tensor([[rank if one == is_set else world for one in mine] for is_set in (True, False)])
-        first = torch.cat([wants.flatten(), torch.tensor([rank if acts_within else world])])
+        also = [acts_within, *(is_so() for is_so in self._asked.values())]
+        first = torch.cat([wants.flatten(), torch.tensor([rank if one else world for one in also])])
         with self._engine.supervise("comparing what callbacks want of the training", meets=True):
             self._engine.world.all_reduce(first, torch.minimum)
-        *ranks, acting = first.tolist()
-        self._compares_within = acting < world
+        ranks = first[: wants.numel()].tolist()
+        acting, *heard = (first[wants.numel() :] < world).tolist()
+        self._compares_within = acting
+        self._heard = {what for what, is_so in zip(self._asked, heard, strict=True) if is_so}
         self._common = {flag for flag, wanting in zip(_FLAGS, ranks, strict=False) if wanting < world}
         for flag, wanting, other in zip(_FLAGS, ranks, ranks[len(_FLAGS) :], strict=False):
             setattr(control, flag, flag in self._common)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import Event
 from typing import Any
 
@@ -33,14 +34,24 @@ class FlushingHandler(CallbackHandler):
     has_stepped: Event
     """Set once the optimizer is about to step."""
     _told: set[str]
+    save_is_under_way: Callable[[], bool]
+    """Whether the checkpoint of the step that has just ended is not complete yet."""
 
     @classmethod
-    def adopt(cls, handler: CallbackHandler, engine: Engine, has_stepped: Event) -> None:
+    def adopt(
+        cls, handler: CallbackHandler, engine: Engine, has_stepped: Event, save_is_under_way: Callable[[], bool]
+    ) -> None:
         """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's."""
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
         handler.flags = ControlFlags(engine)
+        handler.save_is_under_way = save_is_under_way
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        """Calls the callbacks, unless there is no checkpoint yet that they could look at."""
+        control.should_save = False
+        return control if self.save_is_under_way() else super().on_save(args, state, control, **named)
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, once the parameters are what they read."""

@@ -154,6 +154,8 @@ class Throughput:
 
     def __init__(self) -> None:
         self._tokens = 0
+        self.counted = 0
+        """Tokens so far."""
         self._seconds = 0.0
         self._started: float | None = None
         self.step_ms = 0.0
@@ -166,6 +168,7 @@ class Throughput:
     def count(self, tokens: int) -> None:
         """The step's batches hold `tokens` input tokens."""
         self._tokens += tokens
+        self.counted += tokens
 
     def stop(self) -> None:
         """The step has ended."""
@@ -222,6 +225,11 @@ class MeasuringTrainer(EvaluatingTrainer):
             super()._maybe_log_save_evaluate(*args, **named)
             self.callback_handler.compare(self.state, self.control)
         super()._maybe_log_save_evaluate(*args, **named)
+
+    def _tokens_trained(self) -> int:
+        """Returns how many input tokens all replicas have had since this Trainer was made; every rank calls."""
+        mine = torch.tensor([self._throughput.counted], device=self.args.device)
+        return int(self.accelerator.gather(mine).sum())
 
     def _measure(self) -> dict[str, float]:
         """Returns what a training log says of speed, memory and this rank's last step; every rank calls."""

@@ -1,30 +1,87 @@
-"""PreemptionCallback: all ranks save a checkpoint after the same step when one of them is told to end."""
+"""PreemptionCallback: a signal on one rank asks all of them to save after the same step, and to end."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from fold3d.comms.world_group import WorldGroup
+MARK = "preempted.json"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Slurm, SkyPilot, Kubernetes and torchrun send the first; `sbatch --signal=USR1@120` the other one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preempted:
+    """What a job's script is told when the training was asked to end: as JSON in `preempted.json`, in output_dir."""
+
+    step: int
+    """Optimizer steps that are done."""
+    checkpoint: str
+    """Folder of it in output_dir, complete."""
+    seconds: float
+    """From the first signal until the checkpoint was complete."""
+    tokens_done: int | None
+    """Input tokens of the steps so far, padding too, at the mean of this run; None where batches have none."""
+    tokens_left: int | None
+    """Of the steps that are left."""
+
+    def write(self, folder: Path) -> None:
+        """Leaves the mark; one process calls it. Raises: OSError."""
+        filling = folder / f"{MARK}.tmp"
+        filling.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(filling, folder / MARK)
 
 
 class PreemptionCallback(JITCheckpointCallback):
-    """The stock callback of `enable_jit_checkpoint`, on whose signal all ranks act together.
+    """Takes the place of the stock callback of `enable_jit_checkpoint`, and waits for nothing when a signal comes.
 
-    SIGTERM reaches processes at different moments, or only one of them, but all ranks write a checkpoint. So after each
-    step they tell each other whether one has been asked to end: one small exchange per step.
+    A signal reaches processes at different moments, or only one of them, but all of them write a checkpoint. So it is
+    only noted here; the Trainer's processes hear of it with what else they tell each other at the end of a step.
     """
 
     trainer: Any
     jit_manager: Any
 
-    def __init__(self, stock: Any, world: WorldGroup):
+    def __init__(self, stock: JITCheckpointCallback) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trainer, self.jit_manager = stock.trainer, stock.jit_manager
-        self._world = world
+        self.asked_at: float | None = None
+        """When a signal came, by `time.monotonic`."""
+        self._before: dict[signal.Signals, Any] = {}
+        if self.jit_manager is not None:
+            self._take_signals()
+
+    def _take_signals(self) -> None:
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            if before is not None:  # else it was taken by something that is not Python
+                self._before[number] = before
+                signal.signal(number, self._note)
+        if self.jit_manager._original_sigterm_handler is not None:  # what the stock callback has found
+            self._before[signal.SIGTERM] = self.jit_manager._original_sigterm_handler
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked_at = self.asked_at or time.monotonic()
+        self.jit_manager.is_checkpoint_requested = True
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process has been asked to end."""
+        return self.jit_manager is not None and self.jit_manager.is_checkpoint_requested
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Takes the signals, which an earlier training may have given back."""
+        if self.jit_manager is not None and not self._before:
+            self._take_signals()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Nothing: the other ranks do not know of the signal yet."""
@@ -32,24 +89,32 @@ class PreemptionCallback(JITCheckpointCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Nothing: the other ranks do not know of the signal yet."""
 
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Nothing: all ranks are about to hear of it."""
+
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Nothing: the other ranks do not know of the signal yet."""
+        """Nothing: all ranks are about to hear of it."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Saves and stops if a rank has been asked to end; every rank calls."""
-        asked = torch.tensor(float(self.jit_manager.is_checkpoint_requested))
-        self._world.all_reduce(asked, torch.maximum)
-        if not asked:
-            return
-        control.should_save = False
-        control.should_training_stop = True
-        self.jit_manager.is_checkpoint_requested = False
-        # Written under another name and then renamed: it needs no mark of being incomplete.
-        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Gives the signals back to whoever had them."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if self.jit_manager is not None:
+            self.jit_manager.is_checkpoint_requested, self.asked_at = False, None
 
 
-def together(callback: TrainerCallback, world: WorldGroup) -> TrainerCallback:
-    """Returns `callback`, or what takes its place where several ranks have to act on a signal."""
-    if type(callback) in (JITCheckpointCallback, PreemptionCallback) and world.topology.world > 1:
-        return PreemptionCallback(callback, world)
-    return callback
+def without_waiting(callback: TrainerCallback) -> TrainerCallback:
+    """Returns `callback`, or what takes its place."""
+    return PreemptionCallback(callback) if type(callback) is JITCheckpointCallback else callback
+
+
+def is_asked_to_end(callbacks: Iterable[TrainerCallback]) -> bool:
+    """Whether a signal has asked this process to end."""
+    return any(one.is_asked for one in callbacks if isinstance(one, PreemptionCallback))
+
+
+def seconds_since_asked(callbacks: Iterable[TrainerCallback]) -> float:
+    """Returns the seconds since that signal; 0.0 where none came."""
+    asked = [one.asked_at for one in callbacks if isinstance(one, PreemptionCallback) and one.asked_at is not None]
+    return time.monotonic() - min(asked) if asked else 0.0

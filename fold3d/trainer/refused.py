@@ -30,7 +30,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "its Triton kernels need values in a GPU's memory, and fold3d records the model, head included, on tensors "
         "without values before it is cut or replicated; leave it out",
     ),
-    "save_on_each_node": (bool, "rank 0 writes the checkpoint of the whole model; use a folder all nodes see"),
+    "save_on_each_node": (
+        bool,
+        "a checkpoint is one folder, which all processes write and read; put output_dir where all nodes see it",
+    ),
     "ddp_find_unused_parameters": (lambda value: value is not None, _NO_DDP),
     "ddp_bucket_cap_mb": (lambda value: value is not None, _NO_DDP),
     "ddp_broadcast_buffers": (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +24,38 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging as hf_logging
 
 from fold3d.checkpoint import (
+    Background,
     CheckpointFolder,
-    HostSink,
+    Delivery,
     LateGradientsFile,
-    LateGradientsSink,
+    LateGradientsFiles,
+    OptimizerFiles,
     OptimizerLayout,
-    OptimizerSink,
-    Stream,
-    WeightsSink,
+    WeightsFiles,
     adapter_files,
     has_adapters,
+    last_committed,
     load_adapters,
     load_weights,
     manifest,
+    regions_of,
     remove_stale,
+    sees_folder,
     together,
+    write_all,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.adapters import AdapterFiles
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
+from fold3d.checkpoint.regions import Region
 from fold3d.engine.engine import Engine
 from fold3d.engine.state import check_late
 from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
-from fold3d.sharding.shard import Shard
+from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.overrides import is_overridden
+from fold3d.trainer.preemption import MARK
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -58,11 +67,27 @@ SCALER = "scaler.pt"
 TRAINER_STATE = "trainer_state.json"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveUnderWay:
+    """A checkpoint that is being written, or waits for its name; the same on every rank."""
+
+    folder: CheckpointFolder
+    at: tuple[int, float | None]
+    """Steps that were done, and the epoch."""
+    step_index: int
+    """Steps that the engine had begun."""
+    late_settings: list[dict[str, Any]] | None
+    delivery: Delivery
+    is_async: bool
+    """Whether training goes on meanwhile."""
+
+
 class CheckpointingTrainer(transformers.Trainer):
     """The saving and loading half of `fold3d.Trainer`.
 
-    Rank 0 writes; the other ranks of replica 0 send it what they hold, one tensor at a time. Every rank must call
-    `save_model`, as with other trainers that shard the model.
+    Every rank writes what it has (`Delivery`), so every rank must call `save_model`, as with other trainers that shard
+    the model. With `async_save` a checkpoint is copied at the end of a step and written while training goes on; it gets
+    its name at the end of the first step at which all ranks have written theirs, and only then callbacks hear of it.
     """
 
     args: TrainingArguments
@@ -70,12 +95,18 @@ class CheckpointingTrainer(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    control: Any
+    callback_handler: FlushingHandler
     engine: Engine
     layout: OptimizerLayout | None
     _pushes = False
     """Under way to the hub, which gets what `save_model` writes."""
     _handed: dict[str, Tensor] | None = None
     """What a `_save` of the user's was given, while it runs."""
+    _delivery: Delivery | None = None
+    """Of the save whose files are being filled."""
+    _save_under_way: SaveUnderWay | None = None
+    _told_of_folder = _told_of_copies = False
     _to_load: list[Callable[[], None]]
     """What waits for the model to be cut."""
 
@@ -87,7 +118,8 @@ class CheckpointingTrainer(transformers.Trainer):
         if not _internal_call:
             self.engine.meet("trainer.save_model()")
         self.engine.flush()
-        with self.engine.supervise("saving the model"), self._together(f"saving the model to {output_dir}"):
+        what = f"saving the model to {output_dir}"
+        with self.engine.supervise("saving the model"), self._delivering(Path(output_dir)), self._together(what):
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
             if self.args.world_size > 1 and is_overridden(self, "_save"):
@@ -109,6 +141,41 @@ class CheckpointingTrainer(transformers.Trainer):
         finally:
             self._pushes = False
 
+    @contextmanager
+    def _delivering(self, folder: Path) -> Iterator[Delivery]:
+        """Yields how tensors come into the files of `folder`, which have their names at the end; every rank runs it."""
+        if self._delivery is not None:  # of a checkpoint, which is not complete yet
+            yield self._delivery
+            return
+        with self._together(f"making {folder}"):
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+        self._delivery = self._new_delivery(folder)
+        try:
+            yield self._delivery
+            with self._together(f"saving {folder}"):
+                if self.args.should_save:
+                    self._delivery.finish()
+        finally:
+            self._delivery = None
+
+    def _new_delivery(self, folder: Path, background: Background | None = None) -> Delivery:
+        with self._together(f"looking for {folder} on all hosts"):
+            is_shared = sees_folder(folder, self.engine.world, self.args.ddp_timeout)
+        if not is_shared and background is not None:
+            raise CheckpointError(
+                f"async_save=True needs a folder that all hosts see, and {folder} is on the host of process 0 only: "
+                "mount output_dir on all hosts, or remove async_save"
+            )
+        if not is_shared and not self._told_of_folder:
+            self._told_of_folder = True
+            logger.warning(
+                "%s is not seen by all hosts: process 0 writes, and the others send it what they have; with a folder "
+                "that all hosts mount each process writes its own part",
+                folder,
+            )
+        return Delivery(self.engine.world, self.args.ddp_timeout, is_shared=is_shared, background=background)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
         state_dict = self._handed if state_dict is None else state_dict
@@ -118,20 +185,19 @@ class CheckpointingTrainer(transformers.Trainer):
         if has_adapters(self.model):
             self._save_adapters(folder)
             return
-        sink = WeightsSink(folder, prepare=lambda: self._save_all_but_weights(folder))
-        own, spread = self._own_state()
-        self._stream.send(own, None, sink, spread)
+        with self._delivering(folder) as delivery:
+            files = WeightsFiles(folder, prepare=lambda: self._save_all_but_weights(folder))
+            everywhere, own = self._own_weights(saved_names(self.model))
+            delivery.to_files(everywhere, None, files, own)
 
     def _save_as_the_user_does(self, output_dir: str) -> None:
         """Calls an overridden `_save` where the stock Trainer would, on rank 0, with the whole state_dict, which its
         `super()._save(output_dir)` need not be given."""
-        host = HostSink()
-        own = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
-        self._stream.send(own, None, host, self.engine.parts.spread(own))
+        tensors = self._on_rank_0({name: name for name in (*self.engine.owned, *self.engine.buffers)})
         if not self.args.should_save:
             return
         canonical = {name: group[0] for group in tied_groups(self.model) for name in group}
-        self._handed = {name: host.tensors[canonical.get(name, name)] for name in state_of(self.model)}
+        self._handed = {name: tensors[canonical.get(name, name)] for name in state_of(self.model)}
         try:
             self._save(output_dir, state_dict=self._handed)
         except MissingWeightsError as error:
@@ -144,43 +210,57 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _save_converted(self, output_dir: str) -> None:
         """Saves a model whose files hold other tensors than its memory (split experts); rank 0 needs all of them."""
-        host = HostSink()
-        own, spread = self._own_state()
-        self._stream.send(own, None, host, spread)
-        super()._save(output_dir, state_dict=host.tensors)
+        super()._save(output_dir, state_dict=self._on_rank_0(saved_names(self.model)))
 
     def _save_adapters(self, folder: Path) -> None:
         """Saves the adapters of a PeftModel; rank 0 has all of them for a moment, they are small."""
         names = {name for file in self._adapter_files().values() for name in file.values()}
-        host = HostSink()
-        own, spread = self._own_state()
-        self._stream.send(
-            {name: tensor for name, tensor in own.items() if name in names},
-            None,
-            host,
-            {name: shard for name, shard in spread.items() if name in names},
-        )
+        tensors = self._on_rank_0({name: saved for name, saved in saved_names(self.model).items() if saved in names})
         aliases = {alias: group[0] for group in tied_groups(self.model) for alias in group if group[0] in names}
-        super()._save(
-            str(folder), state_dict=host.tensors | {a: host.tensors[n] for a, n in aliases.items() if n in host.tensors}
-        )
+        super()._save(str(folder), state_dict=tensors | {a: tensors[n] for a, n in aliases.items() if n in tensors})
 
     def _adapter_files(self) -> AdapterFiles:
         """Returns what rank 0 finds; every rank calls."""
         return self.engine.world.decide(None, lambda _: adapter_files(self.model), timeout=self.args.ddp_timeout)
 
-    def _own_state(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-        """Returns what this rank contributes to the file, by name there, and how what it has in parts is spread."""
-        held = {**{name: self.engine.owned[name] for name in self.engine.primary}, **self.engine.buffers}
-        names = {name: saved for name, saved in saved_names(self.model).items() if name in held}
-        spread = self.engine.parts.spread(names)
-        return {saved: held[name] for name, saved in names.items()}, {names[n]: shard for n, shard in spread.items()}
+    def _on_rank_0(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Returns the whole tensors of `names`, by the names they map to, on rank 0; nothing elsewhere."""
+        everywhere, own = self._own_weights(names)
+        with self._delivering(Path(str(self.args.output_dir))) as delivery:
+            return delivery.to_rank_0([*everywhere, *own])
+
+    def _own_weights(self, names: Mapping[str, str]) -> tuple[list[Region[str]], list[Region[str]]]:
+        """Returns what this rank is responsible for of the tensors of `names`, by the names they map to: what it has in
+        common with other replicas, and what it alone has."""
+        owned, parts, buffers = self.engine.owned, self.engine.parts, self.engine.buffers
+        primary = self.engine.primary
+        weights = [
+            region
+            for name, saved in names.items()
+            if name in primary
+            for region in regions_of(saved, owned[name].detach(), parts.shard_of(name), parts.rank)
+        ]
+        # Buffers are equal on all shards; those of replicas may differ between steps, and replica 0's count.
+        writes = self.engine.topology.dp_rank == 0 and parts.rank == 0
+        mine = [
+            region
+            for name, saved in names.items()
+            if writes and name in buffers
+            for region in regions_of(saved, buffers[name], None, 0)
+        ]
+        return weights, mine
 
     def _save_all_but_weights(self, folder: Path) -> None:
         with _no_progress_bar():  # of the stock code, which is given no weights to write
             super()._save(str(folder), state_dict={})
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._save_now(trial, is_async=self.args.async_save)
+
+    def _save_now(self, trial: Any, *, is_async: bool) -> None:
+        """Saves a checkpoint; with `is_async` it is a complete folder when `_commit` has been called, by the next save
+        or once all ranks have written their part. Every rank calls."""
+        self._commit()  # one is under way at a time
         run_dir = Path(self._get_output_dir(trial))
         folder = CheckpointFolder(run_dir / f"checkpoint-{self.state.global_step}")
         self.store_flos()
@@ -189,39 +269,108 @@ class CheckpointingTrainer(transformers.Trainer):
                 folder.begin()
         try:
             with self.engine.supervise(f"saving {folder.final}"):
-                self._fill_checkpoint(folder)
+                self._save_under_way = self._fill_checkpoint(folder, is_async)
         except Exception:
+            with contextlib.suppress(Exception):  # the first one counts
+                self._background.finish()
             if self.args.should_save:
                 folder.discard()
             raise
+        if not is_async:
+            self._commit()
+
+    def _fill_checkpoint(self, folder: CheckpointFolder, is_async: bool) -> SaveUnderWay:
+        temporary, what = str(folder.temporary), f"saving {folder.final}"
+        best = self.state.best_model_checkpoint
+        self._delivery = self._new_delivery(folder.temporary, self._background if is_async else None)
+        try:
+            self.save_model(temporary, _internal_call=True)
+            late_settings = None
+            if not self.args.save_only_model:
+                with self._together(what):
+                    self._save_optimizer_and_scheduler(temporary)
+                    late_settings = self._save_late_gradients(folder.temporary)
+                self._save_rng_state(temporary)
+            with self._together(what):
+                self.state.best_model_checkpoint = self._best_checkpoint(folder.final)
+                if self.args.should_save:
+                    self._save_trainer_state(folder.temporary)
+                copied = self._background.start() if is_async else 0
+            if is_async:
+                self._say_copies(copied)
+            return SaveUnderWay(
+                folder=folder,
+                at=(self.state.global_step, self.state.epoch),
+                step_index=self.engine.step_index,
+                late_settings=late_settings,
+                delivery=self._delivery,
+                is_async=is_async,
+            )
+        finally:
+            self._delivery, self.state.best_model_checkpoint = None, best
+
+    def _commit(self) -> None:
+        """Waits for the save that is under way, if there is one, and gives its folder its name; every rank calls."""
+        save, self._save_under_way = self._save_under_way, None
+        if save is None:
+            return
+        final, what = save.folder.final, f"saving {save.folder.final}"
+        try:
+            with self.engine.supervise(what):
+                with self._together(what):
+                    self._background.finish(self.args.ddp_timeout)
+                with self._together(what):
+                    if self.args.should_save:
+                        save.delivery.finish()
+                        batch = self.get_total_train_batch_size(self.args)
+                        late = save.late_settings
+                        manifest.write(
+                            save.folder.temporary, step_index=save.step_index, batch=batch, late_settings=late
+                        )
+                        save.folder.commit()
+        except Exception:
+            if self.args.should_save:
+                save.folder.discard()
+            raise
+        self.state.best_model_checkpoint = self._best_checkpoint(final)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder.final))
+            self._push_from_checkpoint(str(final))
         if self.args.should_save:
             rotate_checkpoints(
-                output_dir=str(run_dir),
+                output_dir=str(final.parent),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
+        if save.is_async:  # callbacks are told now, with the state of then
+            now = self.state.global_step, self.state.epoch, self.control.should_save
+            self.state.global_step, self.state.epoch = save.at
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self.state.global_step, self.state.epoch, self.control.should_save = now
 
-    def _fill_checkpoint(self, folder: CheckpointFolder) -> None:
-        temporary = str(folder.temporary)
-        self.save_model(temporary, _internal_call=True)
-        if self.state.best_global_step:
-            best = folder.final.with_name(f"checkpoint-{self.state.best_global_step}")
-            if best == folder.final or best.exists():
-                self.state.best_model_checkpoint = str(best)
-        late_settings = None
-        if not self.args.save_only_model:
-            with self._together(f"saving {folder.final}"):
-                self._save_optimizer_and_scheduler(temporary)
-                late_settings = self._save_late_gradients(folder.temporary)
-            self._save_rng_state(temporary)
-        with self._together(f"saving {folder.final}"):
-            if self.args.should_save:
-                self._save_trainer_state(folder.temporary)
-                manifest.write(folder.temporary, step_index=self.engine.step_index, late_settings=late_settings)
-                folder.commit()
+    def _best_checkpoint(self, saved: Path) -> str | None:
+        """Returns the folder of the best step so far, if it is `saved`, or there."""
+        best = saved.with_name(f"checkpoint-{self.state.best_global_step}")
+        is_there = self.state.best_global_step and (best == saved or best.exists())
+        known: str | None = self.state.best_model_checkpoint
+        return str(best) if is_there else known
+
+    def _say_copies(self, copied: int) -> None:
+        """Says once how much host memory the copies take."""
+        if self._told_of_copies:
+            return
+        self._told_of_copies = True
+        shares = self.engine.world.gather(copied, timeout=self.args.ddp_timeout)
+        if shares is not None:
+            announce(
+                logger,
+                f"async_save keeps copies of what is saved in host memory: {max(shares) / 1e6:,.1f} MB on rank "
+                f"{shares.index(max(shares))}, which has the most, {sum(shares) / 1e6:,.1f} MB on all ranks",
+            )
+
+    def _finalize_training(self, *args: Any, **named: Any) -> Any:
+        self._commit()  # for what is looked for among the checkpoints
+        return super()._finalize_training(*args, **named)  # type: ignore[no-untyped-call]
 
     def _save_trainer_state(self, folder: Path) -> None:
         callbacks = [*self.callback_handler.callbacks, self.control]
@@ -234,26 +383,33 @@ class CheckpointingTrainer(transformers.Trainer):
         self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.layout is not None
-        optimizer = self._plain_optimizer()
-        path = Path(output_dir) / optimizer_file.FILE
-        with self.engine.whole_optimizer_state():
-            with self._together(f"reading the state for {path}"):  # the others would wait for what this rank sends
-                tensors, rest = self.layout.state_tensors(optimizer, self.engine.owned, self.engine.primary)
+        assert self.layout is not None and self._delivery is not None
+        optimizer, folder, engine = self._plain_optimizer(), Path(output_dir), self.engine
+        with engine.own_optimizer_state() as pieces:
+            with self._together(f"reading the optimizer's state for {folder}"):  # nobody waits for this rank's yet
+                everywhere, own, rest = self.layout.state_regions(
+                    optimizer, engine.owned, engine.primary, engine.parts, pieces
+                )
                 groups = optimizer.state_dict()["param_groups"]
-                spread = self.layout.spread(tensors, self.engine.owned, self.engine.parts)
-            self._stream.send(tensors, rest, OptimizerSink(path, self.layout, groups), spread)
+            self._delivery.to_files(everywhere, rest, OptimizerFiles(folder, self.layout, groups), own)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
             if (scaler := self.accelerator.scaler) is not None:
-                torch.save(scaler.state_dict(), Path(output_dir) / SCALER)
+                torch.save(scaler.state_dict(), folder / SCALER)
 
     def _save_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
         """Saves what gradient_delay=1 keeps for the next step; returns the settings it will be taken with."""
+        assert self._delivery is not None
         gradients, settings = self.engine.late_gradients()
         if settings is not None:
-            own = {name: gradient for name, gradient in gradients.items() if name in self.engine.primary}
-            self._stream.send(own, None, LateGradientsSink(folder), self.engine.parts.spread(own))
+            primary, parts = self.engine.primary, self.engine.parts
+            own = [
+                region
+                for name, gradient in gradients.items()
+                if name in primary
+                for region in regions_of(name, gradient, parts.shard_of(name), parts.rank)
+            ]
+            self._delivery.to_files(own, None, LateGradientsFiles(folder))
         return settings
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -325,7 +481,11 @@ class CheckpointingTrainer(transformers.Trainer):
                 return
             assert self.layout is not None
             on_host = self.engine.config.offload_optimizer and self.engine.optimizer is not None
-            self.layout.load(state, self._plain_optimizer(), self.engine.owned, self.engine.parts, on_host=on_host)
+            self.layout.load(
+                *(state, self._plain_optimizer(), self.engine.owned, self.engine.parts),
+                on_host=on_host,
+                keep=self.engine.keeps_pieces,
+            )
             self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
             late_settings = manifest.late_settings(Path(checkpoint))
             if late_settings is not None:
@@ -350,11 +510,27 @@ class CheckpointingTrainer(transformers.Trainer):
 
     # Parts
 
+    def _last_checkpoint(self) -> str | None:
+        """Returns the newest whole checkpoint that rank 0 sees in output_dir; every rank calls."""
+        found: str | None = None
+        with self._together(f"looking for checkpoints in {self.args.output_dir}"):
+            if self.args.should_save:
+                last = last_committed(str(self.args.output_dir))
+                found = None if last is None else str(last)
+        found = self.engine.world.share(found, timeout=self.args.ddp_timeout)
+        if self.args.should_save:
+            announce(logger, f"resume='auto': {'training begins anew' if found is None else f'going on from {found}'}")
+        return found
+
     def _clean_output_dir(self) -> None:
-        """Removes what interrupted saves left in output_dir."""
+        """Removes what interrupted saves, and an earlier end, left in output_dir."""
+        with contextlib.suppress(Exception):  # of a training that failed
+            self._background.finish()
+        self._save_under_way = None
         with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
+                (Path(str(self.args.output_dir)) / MARK).unlink(missing_ok=True)
 
     @property
     def _world(self) -> dist.ProcessGroup | None:
@@ -363,9 +539,9 @@ class CheckpointingTrainer(transformers.Trainer):
     def _together(self, what: str) -> AbstractContextManager[None]:
         return together(what, self.engine.world, self.args.ddp_timeout)
 
-    @property
-    def _stream(self) -> Stream[Any]:
-        return Stream(self.engine.world, self.args.ddp_timeout)
+    @functools.cached_property
+    def _background(self) -> Background:
+        return Background(write_all, self.args.device)
 
     def _plain_optimizer(self) -> Optimizer:
         """Returns the optimizer without accelerate's wrapper."""

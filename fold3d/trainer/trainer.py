@@ -8,8 +8,10 @@ import functools
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
 from fold3d.checkpoint import OptimizerLayout
+from fold3d.config import AUTO
 from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
@@ -39,7 +42,7 @@ from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
-from fold3d.trainer.preemption import together
+from fold3d.trainer.preemption import Preempted, is_asked_to_end, seconds_since_asked, without_waiting
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.same_arguments import compare_arguments
@@ -48,6 +51,9 @@ from fold3d.trainer.waiting import Waiting
 from fold3d.weights.missing import MissingWeight
 
 logger = logging.getLogger(__name__)
+
+_WRITING, _PREEMPTED = "a checkpoint is being written", "asked to end"
+"""What all processes hear of each other at the end of a step."""
 
 
 class Trainer(SearchingTrainer):
@@ -75,6 +81,7 @@ class Trainer(SearchingTrainer):
     optimizer's step, may read or change them. False: they do not."""
     _told_of_loss = False
     _gradients_are_read: bool | None = None  # until a training has begun
+    _preempted: Preempted | None = None
 
     def __init__(
         self,
@@ -145,8 +152,12 @@ class Trainer(SearchingTrainer):
     def _tell_of_engine(self) -> None:
         self.accelerator.use_replicas(self.engine.world.data, self.model)
         callbacks = self.callback_handler.callbacks
-        callbacks[:] = [together(callback, self.engine.world) for callback in callbacks]
-        FlushingHandler.adopt(self.callback_handler, self.engine, self._has_stepped)
+        callbacks[:] = [without_waiting(callback) for callback in callbacks]
+        FlushingHandler.adopt(
+            self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None
+        )
+        self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
+        self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
@@ -312,15 +323,27 @@ class Trainer(SearchingTrainer):
 
     # Training
 
-    def _train(self, *args: Any, **named: Any) -> Any:
+    def _train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **named: Any
+    ) -> Any:
         with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
+            self._preempted = None
+            if resume_from_checkpoint is None and trial is None and self.args.resume == AUTO:
+                resume_from_checkpoint = self._last_checkpoint()
             self._gradients_are_read = None
-            result = super()._train(*args, **named)
+            result = super()._train(resume_from_checkpoint, trial, *args, **named)
             self._share_loss_state()
             self.engine.flush()
             say_peaks(self.engine)
-            return result
+        if self._ends_the_script:
+            self.end()
+            raise SystemExit(0)
+        return result
+
+    @property
+    def _ends_the_script(self) -> bool:
+        return self._preempted is not None and self.args.exit_when_preempted
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **named: Any) -> Any:
         self._has_stepped.clear()
@@ -478,12 +501,44 @@ class Trainer(SearchingTrainer):
         else:
             super().log(logs, start_time)
 
+    def _save_preempted(self) -> None:
+        """Saves a checkpoint of the step that has just ended, leaves a mark of it, and ends the training; every process
+        calls."""
+        started = time.perf_counter()
+        self._share_loss_state()
+        self._save_now(None, is_async=False)
+        seconds = torch.tensor(max(time.perf_counter() - started, seconds_since_asked(self.callback_handler.callbacks)))
+        self.engine.world.all_reduce(seconds, torch.maximum, timeout=self.args.ddp_timeout)
+        tokens, steps = self._tokens_trained(), self.state.global_step - self._initial_global_step
+        self._preempted = Preempted(
+            step=self.state.global_step,
+            checkpoint=f"checkpoint-{self.state.global_step}",
+            seconds=round(float(seconds), 3),
+            tokens_done=round(tokens / steps * self.state.global_step) if tokens else None,
+            tokens_left=round(tokens / steps * (self.state.max_steps - self.state.global_step)) if tokens else None,
+        )
+        with self._together("marking the end of the training"):
+            if self.args.should_save:
+                self._preempted.write(Path(self._get_output_dir(None)))
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self.control.should_save = self.control.should_evaluate = False
+        self.control.should_training_stop = True
+
+    def _load_best_model(self) -> None:
+        if self._preempted is None:  # else the training goes on in another process
+            super()._load_best_model()
+
     def end(self) -> None:
         """Stops communication and destroys the process groups; the last thing a script may do."""
         self.engine.close()
         super().end()  # type: ignore[no-untyped-call]
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        flags = self.callback_handler.flags
+        if self._save_under_way is not None and not flags.heard(_WRITING):
+            self._commit()
+        if flags.heard(_PREEMPTED) and self._preempted is None:
+            self._save_preempted()
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._share_loss_state()
         super()._maybe_log_save_evaluate(*args, **named)

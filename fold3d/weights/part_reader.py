@@ -32,7 +32,7 @@ def read_part(descriptor: int, begin: int, part: Tensor, shard: Shard | None = N
         return
     target = part.detach().reshape(-1).view(torch.uint8)
     if shard is None:
-        _fill(descriptor, target, begin)
+        fill(descriptor, target, begin)
         return
     step = math.prod(part.shape[shard.dim + 1 :]) * part.element_size()
     rows = target.view(math.prod(part.shape[: shard.dim]), -1)
@@ -43,21 +43,21 @@ def read_part(descriptor: int, begin: int, part: Tensor, shard: Shard | None = N
         for number, row in enumerate(rows):
             place = 0
             for first, end in runs:
-                _fill(descriptor, row[place : place + end - first], begin + number * row_bytes + first)
+                fill(descriptor, row[place : place + end - first], begin + number * row_bytes + first)
                 place += end - first
         return
     window = torch.empty((min(len(rows), _WINDOW // row_bytes), row_bytes), dtype=torch.uint8)
     for start in range(0, len(rows), len(window)):
         some = rows[start : start + len(window)]
-        _fill(descriptor, window[: len(some)].view(-1), begin + start * row_bytes)
+        fill(descriptor, window[: len(some)].view(-1), begin + start * row_bytes)
         place = 0
         for first, end in runs:
             some[:, place : place + end - first] = window[: len(some), first:end]
             place += end - first
 
 
-def _fill(descriptor: int, target: Tensor, begin: int) -> None:
-    """Reads as many bytes as `target`, flat and of bytes, has."""
+def fill(descriptor: int, target: Tensor, begin: int) -> None:
+    """Reads as many bytes as `target`, flat and of bytes, has. Raises: EOFError when the file ends before."""
     view = target.numpy().data
     while view:
         count = os.preadv(descriptor, [view], begin)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
-from fold3d.checkpoint import CheckpointFolder, remove_stale
+from fold3d.checkpoint import CheckpointFolder, last_committed, remove_stale
 
 
 def test_commit_moves_everything(tmp_path: Path) -> None:
@@ -59,3 +62,20 @@ def test_a_checkpoint_set_aside_comes_back(tmp_path: Path) -> None:
     (tmp_path / "tmp-old-checkpoint-5").mkdir()
     assert remove_stale(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
+    return folder
+
+
+def test_the_last_whole_checkpoint_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert last_committed(tmp_path / "nowhere") is None and last_committed(tmp_path) is None
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "tmp-checkpoint-12", "checkpoint-x"):
+        checkpoint(tmp_path / name)
+    assert last_committed(tmp_path) == tmp_path / "checkpoint-11"
+    cut = tmp_path / "checkpoint-11" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    assert last_committed(tmp_path) == tmp_path / "checkpoint-10"
+    assert "checkpoint-11 is cut short" in caplog.text and "passed over" in caplog.text

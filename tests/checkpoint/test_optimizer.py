@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fold3d.checkpoint import OptimizerLayout, OptimizerSink
-from fold3d.checkpoint.arrivals import Entry
+from fold3d.checkpoint import OptimizerFiles, OptimizerLayout, write_all
+from fold3d.checkpoint.regions import Entry
 from fold3d.checkpoint.torch_file import TorchFile
+from fold3d.data_parallel.bucket import Piece, flattened
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
@@ -78,13 +78,13 @@ def shares(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Opti
 
 def write(path: Path, parts: list[tuple[OptimizerLayout, Any, Any]]) -> None:
     layout, first, _ = parts[0]
-    sink = OptimizerSink(path, layout, first.state_dict()["param_groups"])
-    gathered = [layout.state_tensors(optimizer, owned, set(owned)) for layout, optimizer, owned in parts]
-    tensors = {key: tensor for share, _ in gathered for key, tensor in share.items()}
-    sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest for _, rest in gathered])
-    for key in reversed(tensors):
-        sink.write(key, tensors[key])
-    sink.close()
+    files = OptimizerFiles(path.parent, layout, first.state_dict()["param_groups"])
+    gathered = [layout.state_regions(optimizer, owned, set(owned), Parts.whole()) for layout, optimizer, owned in parts]
+    regions = [region for share, _, _ in gathered for region in share]
+    assert not any(own for _, own, _ in gathered)
+    locations = files.make({one.key: Entry.of(one.data) for one in regions}, [rest for _, _, rest in gathered])
+    write_all(path.parent, [(locations[one.key], one) for one in reversed(regions)])
+    files.finish()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
@@ -156,6 +156,8 @@ def test_a_state_is_cut_with_its_parameters_and_read_in_parts(tmp_path: Path, ki
     whole_model, whole, ranks = shards_of(kind)
     torch.save(whole.state_dict(), tmp_path / "optimizer.pt")
     reference = dict(whole_model.named_parameters())
+    regions: list[Any] = []
+    counts: dict[Any, Tensor] = {}
     for layout, optimizer, owned, parts in ranks:
         for attempt in ("cut", "read"):
             for name, parameter in owned.items():
@@ -167,12 +169,18 @@ def test_a_state_is_cut_with_its_parameters_and_read_in_parts(tmp_path: Path, ki
                         assert equal(found, value), attempt
             optimizer.state.clear()
             layout.load(tmp_path / "optimizer.pt", optimizer, owned, parts)
-        assert layout.spread(layout.state_tensors(optimizer, owned, set(owned))[0], owned, parts).keys() == {
-            (name, key)
-            for name in spread_plan()
-            for key, value in whole.state[reference[name]].items()
-            if isinstance(value, Tensor) and value.ndim
-        }
+        primary = set(owned) if parts.rank == 0 else set(spread_plan())  # the first has what is not spread
+        everywhere, own, _ = layout.state_regions(optimizer, owned, primary, parts)
+        regions += everywhere
+        assert not own
+    for region in regions:
+        name, key = region.key
+        value = whole.state[reference[name]][key]
+        place = tuple(slice(s, s + n) for s, n in zip(region.starts, region.data.shape, strict=True))
+        assert torch.equal(region.data, value[place])
+        counts.setdefault(region.key, torch.zeros(value.shape))[place] += 1
+    tensors = [(n, k) for n, p in reference.items() for k, v in whole.state[p].items() if isinstance(v, Tensor)]
+    assert sorted(counts) == sorted(tensors) and all((count == 1).all() for count in counts.values())
 
 
 def test_what_is_read_is_the_state_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +191,13 @@ def test_what_is_read_is_the_state_without_a_copy(tmp_path: Path, monkeypatch: p
     layout = OptimizerLayout.restrict(optimizer, {id(p): n for n, p in owned.items()}, owned)
     step(whole, optimizer)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    places, read = set[int](), TorchFile.read
+    places, read = set[int](), TorchFile.read_box
 
-    def noted(self: TorchFile, *arguments: Any) -> Tensor:
-        tensor = read(self, *arguments)
-        places.add(tensor.data_ptr())
-        return tensor
+    def noted(self: TorchFile, like: Tensor, starts: Any, data: Tensor) -> None:
+        places.add(data.data_ptr())
+        read(self, like, starts, data)
 
-    monkeypatch.setattr(TorchFile, "read", noted)
+    monkeypatch.setattr(TorchFile, "read_box", noted)
     again = optimizer_over(whole)
     layout.load(tmp_path / "optimizer.pt", again, owned)
     held = [value.data_ptr() for state in again.state.values() for value in state.values()]
@@ -278,24 +285,45 @@ def test_a_fused_optimizer_goes_on_with_parameters_that_are_not_contiguous(tmp_p
     assert torch.equal(before.weight, after.weight)  # type: ignore[arg-type]
 
 
-def test_room_on_the_disk_is_there_before_the_file_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hole that cannot be filled later would end the process with a signal."""
-    module = nn.Linear(512, 512)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(1, 512)).sum().backward()
-    optimizer.step()
-    own = dict(module.named_parameters())
-    layout = OptimizerLayout.restrict(optimizer, {id(p): name for name, p in own.items()}, own)
-    path = tmp_path / "optimizer.pt"
-    tensors, rest = layout.state_tensors(optimizer, own, set(own))
-    sink = OptimizerSink(path, layout, optimizer.state_dict()["param_groups"])
-    sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest])
-    assert path.stat().st_blocks * 512 >= path.stat().st_size > 2 * module.weight.nbytes
-    sink.close()
+class Kept:
+    """A replica that keeps the state of the second half of each parameter."""
 
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def __init__(self, owned: dict[str, nn.Parameter]) -> None:
+        self.names = frozenset(owned)
+        halves = {name: parameter.numel() // 2 for name, parameter in owned.items()}
+        self.pieces = [Piece(n, p, 0, halves[n], p.numel(), halves[n]) for n, p in owned.items()]
+        self.states: dict[str, dict[str, Any] | None] = {}
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        sink.open({key: Entry.of(t) for key, t in tensors.items()}, [rest])
+    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
+        for piece in self.pieces:
+            flat = flattened(piece.parameter.detach(), piece.parameter)
+            self.states[piece.name] = read(piece, flat[piece.offset :])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
+def test_the_state_of_pieces_is_read_and_written(tmp_path: Path, kind: str) -> None:
+    whole_model = model()
+    whole = optimizer_over(whole_model, kind)
+    step(whole_model, whole)
+    torch.save(whole.state_dict(), tmp_path / "optimizer.pt")
+    reference = dict(whole_model.named_parameters())
+    part = optimizer_over(made := model(), kind)
+    owned = dict(made.named_parameters())
+    layout = OptimizerLayout.restrict(part, {id(p): name for name, p in owned.items()}, owned)
+    part.state.clear()
+    kept = Kept(owned)
+    layout.load(tmp_path / "optimizer.pt", part, owned, keep=kept)
+    assert not part.state
+    for piece in kept.pieces:
+        saved, found = whole.state[reference[piece.name]], kept.states[piece.name]
+        assert found is not None and found.keys() == saved.keys()
+        for key, value in saved.items():
+            is_whole = isinstance(value, Tensor) and value.ndim
+            assert equal(found[key], value.flatten()[piece.offset :] if is_whole else value), key
+    pieces = [(piece, kept.states[piece.name] or {}) for piece in kept.pieces]
+    everywhere, own, rest = layout.state_regions(part, owned, set(owned), Parts.whole(), pieces)
+    assert everywhere == []
+    for region in own:
+        place = tuple(slice(s, s + n) for s, n in zip(region.starts, region.data.shape, strict=True))
+        assert torch.equal(region.data, whole.state[reference[region.key[0]]][region.key[1]][place])
+    assert not any(rest.values()), "what is no element falls to the replica with the first piece"

@@ -1,4 +1,4 @@
-"""Relay: data of every rank of a replica comes to its first, by few ranks and in order; one that is gone ends it."""
+"""Relay: data of every rank comes to the first, by few ranks and in order; one that is gone ends it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LIMIT = 30.0
 
 
 @contextlib.contextmanager
-def world_of(tp: int, fan_out: int) -> Iterator[WorldGroup]:
-    """One replica of all ranks, over trees with `fan_out` members below each."""
+def world_of(tp: int, fan_out: int, dp: int = 1) -> Iterator[WorldGroup]:
+    """All ranks, over trees with `fan_out` members below each."""
 
     class Narrow(TreeGroup):
         def __init__(self, ranks, *args, **named):
             super().__init__(ranks, *args, **named, tree=Tree(len(ranks), fan_out))
 
     with mock.patch.object(world_group, "TreeGroup", Narrow):
-        world = WorldGroup(Topology(dp=1, pp=dist.get_world_size() // tp, tp=tp, rank=dist.get_rank()), LIMIT)
+        world = WorldGroup(Topology(dp=dp, pp=dist.get_world_size() // (dp * tp), tp=tp, rank=dist.get_rank()), LIMIT)
     try:
         yield world
         world.barrier()
@@ -38,9 +38,9 @@ def world_of(tp: int, fan_out: int) -> Iterator[WorldGroup]:
         world.close()
 
 
-def bring_all(tp: int, fan_out: int, turns: int) -> tuple[list[list[int]], int]:
+def bring_all(tp: int, fan_out: int, turns: int, dp: int = 1) -> tuple[list[list[int]], int]:
     """Returns, on the first rank, what came from the others, a turn after the other, and how many came by here."""
-    with world_of(tp, fan_out) as world:
+    with world_of(tp, fan_out, dp) as world:
         relay, rank, passed = Relay(world, LIMIT), dist.get_rank(), 0
         came: list[list[int]] = []
         for turn in range(turns):
@@ -79,6 +79,12 @@ def test_everybody_reaches_the_first(ranks8: RankPool, pp: int, tp: int, fan_out
         for rank in way - {0}:
             passed[rank] += 3
     assert [count for _, count in found] == passed
+
+
+@pytest.mark.parametrize("dp, pp, tp", [(4, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_every_replica_reaches_the_first(ranks8: RankPool, dp: int, pp: int, tp: int) -> None:
+    found = ranks8.run(bring_all, dp * pp * tp, tp, 1, 2, dp)
+    assert found[0][0] == [[1000 * s + turn, s + turn] for turn in range(2) for s in range(1, dp * pp * tp)]
 
 
 def miss_one() -> str:

@@ -1,4 +1,4 @@
-"""What SafetensorsWriter writes the safetensors library reads, and a cut file is recognised by its header."""
+"""What is written the safetensors library reads, and a cut file is recognised by its header."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fold3d.checkpoint.safetensors_file import SafetensorsWriter, defect
-from fold3d.checkpoint.stream import Entry
+from fold3d.checkpoint import regions_of, write_all
+from fold3d.checkpoint.delivery import Location
+from fold3d.checkpoint.regions import Entry
+from fold3d.checkpoint.safetensors_file import defect, make_file
 
 TENSORS = {
     "b.weight": torch.randn(3, 5),
@@ -23,10 +25,9 @@ TENSORS = {
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    writer = SafetensorsWriter(path, {name: Entry.of(tensor) for name, tensor in tensors.items()})
-    for name in reversed(tensors):
-        writer.write(name, tensors[name])
-    writer.close()
+    begins = make_file(path, {name: Entry.of(tensor) for name, tensor in tensors.items()})
+    regions = [region for name in reversed(tensors) for region in regions_of(name, tensors[name], None, 0)]
+    write_all(path.parent, [(Location(path.name, begins[region.key]), region) for region in regions])
 
 
 def test_library_reads_what_was_written(tmp_path: Path) -> None:
@@ -51,18 +52,9 @@ def test_non_contiguous_tensor(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "m")["w"], transposed)
 
 
-def test_incomplete_file_never_gets_its_name(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path / "m", {name: Entry.of(t) for name, t in TENSORS.items()})
-    writer.write("b.weight", TENSORS["b.weight"])
-    assert not (tmp_path / "m").exists()
-    with pytest.raises(ValueError, match=r"no data for \['a.flags'"):
-        writer.close()
-    assert not (tmp_path / "m").exists()
-
-
 def test_unknown_dtype(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"complex128.*cannot store"):
-        SafetensorsWriter(tmp_path / "m", {"w": Entry(torch.complex128, (1,))})
+        make_file(tmp_path / "m", {"w": Entry(torch.complex128, (1,))})
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -1, -20])

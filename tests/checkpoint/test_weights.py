@@ -10,13 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fold3d.checkpoint import HostSink, Stream, WeightsSink, load_weights
+from fold3d.checkpoint import Delivery, WeightsFiles, load_weights, regions_of
+from fold3d.checkpoint.regions import Entry
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
 from fold3d.topology import Topology
 
 TENSORS = {"a": torch.randn(10, 10), "b": torch.randn(100, 10), "c": torch.randn(3).bfloat16()}
-ALONE: Stream[str] = Stream(WorldGroup(Topology(dp=1, pp=1, rank=0), 30), 30)
+
+
+def save(tensors: dict[str, Tensor], files: WeightsFiles) -> None:
+    alone = Delivery(WorldGroup(Topology(dp=1, pp=1, rank=0), 30), 30, is_shared=True)
+    alone.to_files([region for name, one in tensors.items() for region in regions_of(name, one, None, 0)], None, files)
+    alone.finish()
 
 
 def zeros() -> nn.Module:
@@ -35,14 +41,14 @@ def load(module: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("max_shard_size", ["50GB", 3000])
 def test_round_trip(tmp_path: Path, max_shard_size: int | str) -> None:
-    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=max_shard_size))
+    save(TENSORS, WeightsFiles(tmp_path, max_shard_size=max_shard_size))
     targets = load(zeros(), tmp_path)
     assert all(torch.equal(targets[name], TENSORS[name]) for name in TENSORS)
     assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "50GB")
 
 
 def test_shards_are_the_stock_format(tmp_path: Path) -> None:
-    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
+    save(TENSORS, WeightsFiles(tmp_path, max_shard_size=3000))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 1103, "total_size": 4406}
     assert set(index["weight_map"]) == set(TENSORS)
@@ -52,11 +58,17 @@ def test_shards_are_the_stock_format(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
 
 
+def test_incomplete_files_never_get_their_names(tmp_path: Path) -> None:
+    files = WeightsFiles(tmp_path, max_shard_size=3000)
+    files.make({name: Entry.of(tensor) for name, tensor in TENSORS.items()}, [])
+    assert all(path.suffix == ".tmp" for path in tmp_path.iterdir())
+
+
 def test_a_smaller_save_removes_old_shards(tmp_path: Path) -> None:
-    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
-    ALONE.send(TENSORS, None, WeightsSink(tmp_path))
+    save(TENSORS, WeightsFiles(tmp_path, max_shard_size=3000))
+    save(TENSORS, WeightsFiles(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    ALONE.send(TENSORS, None, WeightsSink(tmp_path, max_shard_size=3000))
+    save(TENSORS, WeightsFiles(tmp_path, max_shard_size=3000))
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -83,10 +95,3 @@ def test_other_shape(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         load(zeros(), tmp_path)
-
-
-def test_host_sink_copies() -> None:
-    sink, source = HostSink(), {"a": torch.ones(2)}
-    ALONE.send(source, None, sink)
-    source["a"].zero_()
-    assert sink.tensors["a"].tolist() == [1.0, 1.0]

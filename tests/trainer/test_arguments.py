@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from transformers import HfArgumentParser
 
 from fold3d import TrainingArguments
+from fold3d.checkpoint import manifest
 from fold3d.errors import ConfigError
 from tests.helpers.ranks import RankPool
 
@@ -58,6 +60,9 @@ def test_new_arguments_have_help() -> None:
         "comm_timeout",
         "timeline",
         "weights",
+        "async_save",
+        "resume",
+        "exit_when_preempted",
     ]
     text = HfArgumentParser(TrainingArguments).format_help()  # type: ignore[arg-type]
     for field in dataclasses.fields(TrainingArguments):
@@ -234,3 +239,30 @@ def replicas() -> tuple[int, int]:
 
 def test_default_dp(ranks: RankPool) -> None:
     assert ranks.run(replicas, 4) == [(2, 4)] * 4
+
+
+def test_what_has_no_effect_in_saving_is_refused() -> None:
+    with pytest.raises(ConfigError, match="resume='last': must be 'auto'"):
+        arguments(resume="last")
+    with pytest.raises(ConfigError, match="async_save=True has no effect with save_strategy='no'"):
+        arguments(async_save=True, save_strategy="no")
+    with pytest.raises(ConfigError, match="exit_when_preempted=True has no effect without enable_jit_checkpoint"):
+        arguments(exit_when_preempted=True)
+
+
+def test_resuming_by_itself_keeps_the_global_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    named: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "resume": "auto",
+        "per_device_train_batch_size": 4,
+    }
+    assert TrainingArguments(**named).gradient_accumulation_steps == 1, "the stock Trainer's checkpoints do not say"
+    manifest.write(folder, step_index=3, batch=12)
+    assert TrainingArguments(**named).gradient_accumulation_steps == 3
+    assert "gradient_accumulation_steps=3 instead of 1" in caplog.text
+    with pytest.raises(ConfigError, match="12 samples per step, which 1 replicas with per_device_train_batch_size=5"):
+        TrainingArguments(**named | {"per_device_train_batch_size": 5})

@@ -7,15 +7,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import fold3d
-from fold3d.checkpoint import OptimizerSink
+from fold3d.checkpoint import delivery
 from fold3d.errors import CheckpointError
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
@@ -215,27 +217,34 @@ def test_resume_needs_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def train_on_a_full_disk(job: Job, layout: dict[str, Any]) -> str:
-    """Trains while the optimizer state cannot be written."""
+    """Trains while the last rank cannot write its part of the optimizer's state."""
+    write = delivery.Writer.write
 
-    def fail(self: Any, name: Any, tensor: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(self: Any, location: Any, *arguments: Any) -> None:
+        if location.file == "optimizer.pt" and dist.get_rank() == 3:
+            raise OSError(28, "No space left on device")
+        write(self, location, *arguments)
 
-    original, OptimizerSink.write = OptimizerSink.write, fail  # type: ignore[method-assign]
+    with mock.patch.object(delivery.Writer, "write", fail):
+        return outcome_of(job, layout)
+
+
+def outcome_of(job: Job, layout: dict[str, Any]) -> str:
     try:
         run_fold3d(job, layout)
-    except (OSError, CheckpointError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        OptimizerSink.write = original  # type: ignore[method-assign]
     return "no error"
 
 
-@pytest.mark.gate
-def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    job = Job(str(tmp_path), arguments=SAVING)
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
+    """An asynchronous one fails at the end of a later step, and the checkpoint before stays."""
+    job = Job(str(tmp_path), samples=40, arguments=SAVING | {"async_save": asynchronous})
     errors = ranks.run(train_on_a_full_disk, 4, job, {"dp": 2, "pp": 2})
-    assert errors[0].startswith("OSError") and "No space left" in errors[0]
-    assert all("failed on rank 0" in error and "No space left" in error for error in errors[1:])
+    assert errors[3].startswith("OSError") and "No space left" in errors[3]
+    assert all("failed on rank 3" in error and "No space left" in error for error in errors[:3]), errors
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,17 +264,9 @@ class UnreadableState(Variant):
         return Refuses
 
 
-def train_with_unreadable_state(job: Job, layout: dict[str, Any]) -> str:
-    try:
-        run_fold3d(job, layout)
-    except (ValueError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def test_a_rank_that_cannot_read_its_optimizer_ends_the_save_on_all(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(str(tmp_path), arguments=SAVING, variant=UnreadableState())
-    errors = ranks.run(train_with_unreadable_state, 4, job, {"dp": 2, "pp": 2})
+    errors = ranks.run(outcome_of, 4, job, {"dp": 2, "pp": 2})
     assert errors[1] == "ValueError: no state today"
     others = [errors[rank] for rank in (0, 2, 3)]
     assert all("failed on rank 1: ValueError: no state today" in error for error in others), errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
+from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Variant, assert_same, run_fold3d, run_stock
 
@@ -22,7 +24,7 @@ STEP = 2
 class Told(transformers.TrainerCallback):
     """In the middle of a step, the last rank alone is asked to end."""
 
-    def __init__(self, *, by_signal: bool = False) -> None:
+    def __init__(self, *, by_signal: signal.Signals | None = None) -> None:
         self.by_signal = by_signal
         self.trainer: Any = None
 
@@ -30,9 +32,8 @@ class Told(transformers.TrainerCallback):
         """Before the step that makes `STEP` steps."""
         if state.global_step != STEP - 1:
             return
-        if self.by_signal:
-            self.manager.kill_wait = 0
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.by_signal is not None:
+            os.kill(os.getpid(), self.by_signal)
         elif not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
             self.manager.is_checkpoint_requested = True
 
@@ -47,7 +48,7 @@ class Told(transformers.TrainerCallback):
 class Preempted(Variant):
     """Says after which step training ended."""
 
-    def __init__(self, *, by_signal: bool = False) -> None:
+    def __init__(self, *, by_signal: signal.Signals | None = None) -> None:
         self.told = Told(by_signal=by_signal)
 
     def trainer(self, base: type[Any]) -> type[Any]:
@@ -73,7 +74,13 @@ def test_all_ranks_save_after_the_same_step(ranks: RankPool, tmp_path: Path, lay
     job = Job(str(tmp_path / "told"), samples=40, variant=Preempted(), arguments=ARGUMENTS)
     assert [one.extra for one in ranks.run(run_fold3d, 2, job, layout)] == [STEP, STEP]
     folder = tmp_path / "told" / f"checkpoint-{STEP}"
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, "preempted.json"]
+    mark = json.loads((folder.parent / "preempted.json").read_text())
+    assert (mark["step"], mark["checkpoint"]) == (STEP, folder.name) and mark["seconds"] > 0
+    steps_left = 4 - STEP
+    assert mark["tokens_done"] > 0 and mark["tokens_left"] == pytest.approx(
+        mark["tokens_done"] / STEP * steps_left, abs=1
+    )
 
     resumed = replace(job, folder=str(tmp_path / "again"), resume=str(folder), variant=Variant())
     stock = run_stock(Job(str(tmp_path / "stock"), samples=40), replicas=layout.get("dp", 1))
@@ -82,11 +89,34 @@ def test_all_ranks_save_after_the_same_step(ranks: RankPool, tmp_path: Path, lay
     assert_same(replace(ours, logs=[], metrics={}), replace(stock, logs=[], metrics={}), 1e-10)
 
 
-def test_a_signal(tmp_path: Path) -> None:
-    """On one process it is the stock callback that saves: when the step begins that follows the signal."""
-    before = signal.getsignal(signal.SIGTERM)
-    arguments = ARGUMENTS | {"max_steps": 1000}
-    job = Job(str(tmp_path), variant=Preempted(by_signal=True), arguments=arguments)
-    steps = run_fold3d(job, {}).extra
-    assert STEP <= steps < 1000 and (tmp_path / f"checkpoint-{steps}").is_dir()
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """The step that it comes in is the last one."""
+    before = signal.getsignal(number)
+    arguments = ARGUMENTS | {"max_steps": 1000, "async_save": True}
+    job = Job(str(tmp_path), variant=Preempted(by_signal=number), arguments=arguments)
+    assert run_fold3d(job, {}).extra == STEP
+    assert json.loads((tmp_path / "preempted.json").read_text())["checkpoint"] == f"checkpoint-{STEP}"
+    assert (tmp_path / f"checkpoint-{STEP}" / "fold3d.json").is_file()
+    assert signal.getsignal(number) is before
+
+
+def test_the_mark_goes_when_training_goes_on(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), samples=40, variant=Preempted(), arguments=ARGUMENTS)
+    run_fold3d(job, {})
+    assert (tmp_path / "preempted.json").is_file()
+    resumed = run_fold3d(replace(job, variant=Variant(), arguments=ARGUMENTS | {"resume": "auto"}), {})
+    assert resumed.column("step")[-1] == 4 and not (tmp_path / "preempted.json").exists()
+
+
+def train_to_exit(folder: str) -> None:
+    arguments = ARGUMENTS | {"exit_when_preempted": True}
+    run_fold3d(Job(folder, samples=40, variant=Preempted(), arguments=arguments), {"pp": 2})
+    raise AssertionError("the script went on")
+
+
+@pytest.mark.gate
+def test_the_script_ends_there(tmp_path: Path) -> None:
+    result = launch(train_to_exit, 2, str(tmp_path), timeout=120)
+    assert [one.returncode for one in result] == [0, 0], result.report()
+    assert (tmp_path / f"checkpoint-{STEP}" / "fold3d.json").is_file() and (tmp_path / "preempted.json").is_file()

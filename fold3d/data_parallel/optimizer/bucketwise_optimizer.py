@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -111,6 +113,36 @@ class BucketwiseOptimizer:
             with part.memory():
                 self._optimizer.state.update(state.gather(bucket, part, self._data))
         self._collected = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters whose state the replicas hold in parts."""
+        return frozenset(name for bucket in self._sharded for name in bucket.names)
+
+    @contextlib.contextmanager
+    def held_state(self) -> Iterator[list[tuple[Piece, dict[str, Any]]]]:
+        """Yields this replica's part of the state of these parameters, as it is, by piece. In the body the optimizer's
+        own state, which is without them, may be read."""
+        self._collected = True
+        try:
+            parts = [self.parts[bucket.number] for bucket in self._sharded]
+            yield [
+                (piece, part.twin.state[one]) for part in parts for piece, one in part.tensors if one in part.twin.state
+            ]
+        finally:
+            self._collected = False
+
+    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
+        """Puts what `read` returns, of a piece and the tensor that is stepped for it, in the place of this replica's
+        part of the state; None: the piece has none."""
+        for bucket in self._sharded:
+            part = self.parts[bucket.number]
+            part.twin.state.clear()
+            with part.memory():
+                for piece, tensor in part.tensors:
+                    state = read(piece, tensor)
+                    if state is not None:
+                        part.twin.state[tensor] = {key: part.own(value) for key, value in state.items()}
 
     def check_state_is_whole(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""

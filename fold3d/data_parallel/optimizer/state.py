@@ -24,9 +24,9 @@ def gather(bucket: Bucket, part: BucketOptimizer, data: TreeGroup) -> State:
     flat: dict[str, Tensor] = {}
     plain: dict[int, dict[str, Any]] = {}
     width = bucket.shard.stop - bucket.shard.start
-    for piece, tensor in part.tensors:
+    for piece, _ in part.tensors:
         for key, value in mine.get(piece.index, {}).items():
-            if _is_split(value, tensor):
+            if is_split(value, piece):
                 whole = flat.setdefault(key, torch.zeros(width, dtype=value.dtype, device=value.device))
                 whole[piece.start - bucket.shard.start : piece.stop - bucket.shard.start] = value
             else:
@@ -70,9 +70,9 @@ def drop(bucket: Bucket, optimizer: Optimizer) -> None:
         optimizer.state.pop(parameter, None)
 
 
-def _is_split(value: Any, tensor: Tensor) -> bool:
-    """Whether a state has an element for each of the tensor's; else it is a number such as a step counter."""
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == tensor.shape
+def is_split(value: Any, piece: Piece) -> bool:
+    """Whether a state has an element for each of the piece's; else it is a number such as a step counter."""
+    return isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == (piece.stop - piece.start,)
 
 
 def _slice(value: Any, piece: Piece) -> Any:

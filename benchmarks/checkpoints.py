@@ -1,0 +1,175 @@
+"""How long a checkpoint stops the training, what each process writes for it, and the memory it takes.
+
+    python -m benchmarks.checkpoints [--dp 2] [--pp 2] [--hidden 1024] [--layers 19] [--async-save] [--folder DIR]
+        [--json FILE]
+
+Trains a GPT-2 in float32 (with the defaults 1.0 GB of weights, 3.0 GB with AdamW's state) on dp * pp processes of this
+machine, with dp_sync="zero1", and saves after every second step. Seconds are the longest that a process was in the
+Trainer's saving; "written" what it handed to the file system; "sent" what went over the loopback, on all processes
+together; memory how much more than before the save a process had at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+import fold3d
+from benchmarks.local.ranks import run_ranks
+
+LENGTH, SAVE_EVERY = 16, 2
+
+
+def model(options: argparse.Namespace) -> GPT2LMHeadModel:
+    """Returns a GPT-2 without values: each process draws those of its own layers."""
+    config = GPT2Config(
+        n_layer=options.layers, n_embd=options.hidden, n_head=8, vocab_size=8192, n_positions=LENGTH, use_cache=False
+    )
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def of_process(name: str, key: str) -> int:
+    """Returns a number of /proc/self, in bytes."""
+    line = next(one for one in Path(f"/proc/self/{name}").read_text().splitlines() if one.startswith(key))
+    return int(line.split()[1]) * (1024 if line.endswith("kB") else 1)
+
+
+def over_loopback() -> int:
+    """Returns the bytes that have gone over this machine's loopback."""
+    line = next(one for one in Path("/proc/net/dev").read_text().splitlines() if one.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+class Watch(TrainerCallback):
+    """What the saves of a training have cost this process."""
+
+    reads_weights = reads_gradients = False
+
+    def __init__(self) -> None:
+        self.stopped: dict[int, float] = {}
+        self.until_complete: dict[int, float] = {}
+        self.steps: dict[int, float] = {}
+        self.written: list[int] = []
+        self.sent: list[int] = []
+        self.more_memory: list[int] = []
+        self._began = self._saved = 0.0
+        self._step = 0
+
+    def watch(self, trainer: Any) -> None:
+        """Takes the time of the methods of `trainer` that save, whether they write or wait."""
+        for name in ("_save_checkpoint", "_commit"):
+            if hasattr(trainer, name):
+                setattr(trainer, name, self._timed(trainer, getattr(trainer, name), name == "_save_checkpoint"))
+
+    def _timed(self, trainer: Any, method: Any, begins: bool) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if begins:
+                self._step, self._saved = trainer.state.global_step, time.perf_counter()
+                self._memory, self._bytes = of_process("status", "VmRSS"), of_process("io", "wchar")
+                self._loopback = over_loopback()
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            started = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.stopped[self._step] = self.stopped.get(self._step, 0.0) + time.perf_counter() - started
+
+        return timed
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is complete."""
+        self.until_complete[self._step] = time.perf_counter() - self._saved
+        self.more_memory.append(of_process("status", "VmHWM") - self._memory)
+        self.written.append(of_process("io", "wchar") - self._bytes)
+        self.sent.append(over_loopback() - self._loopback)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """It has ended."""
+        self.steps[state.global_step] = time.perf_counter() - self._began
+
+
+def work(options: argparse.Namespace, folder: str) -> Watch:
+    """One process."""
+    more = {"async_save": True} if options.async_save else {}
+    args = fold3d.TrainingArguments(
+        output_dir=folder,
+        dp=options.dp,
+        pp=options.pp,
+        dp_sync="zero1",
+        use_cpu=True,
+        max_steps=options.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=options.pp,
+        save_strategy="steps",
+        save_steps=SAVE_EVERY,
+        save_total_limit=1,
+        disable_tqdm=True,
+        report_to="none",
+        **more,
+    )
+    ids = torch.randint(0, 8192, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+    watch = Watch()
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = fold3d.Trainer(model=model(options), args=args, train_dataset=data, callbacks=[watch])
+    watch.watch(trainer)
+    trainer.train()
+    trainer.engine.close()
+    return watch
+
+
+def main() -> None:
+    """Prints a line for each save but the first, which finds no memory that an earlier one has used."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=19)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    size = sum(one.numel() for one in model(options).parameters()) * 4
+    folder = tempfile.mkdtemp(dir=options.folder)
+    try:
+        watches: list[Watch] = run_ranks(work, options.dp * options.pp, options, folder)
+    finally:
+        shutil.rmtree(folder)
+    first = watches[0]
+    rows = [
+        {
+            "step": step,
+            "stopped_s": round(max(watch.stopped[step] for watch in watches), 3),
+            "until_complete_s": round(max(watch.until_complete[step] for watch in watches), 3),
+            "written_mb": [round(watch.written[number] / 1e6, 1) for watch in watches],
+            "sent_mb": round(max(watch.sent[number] for watch in watches) / 1e6, 1),
+            "more_memory_mb": [round(watch.more_memory[number] / 1e6, 1) for watch in watches],
+        }
+        for number, step in enumerate(sorted(first.stopped))
+        if number
+    ]
+    steps = sorted((first.steps[step], step) for step in first.steps if step > 1)
+    print(f"weights {size / 1e6:,.0f} MB; steps of {steps[0][0]:.2f} to {steps[-1][0]:.2f} s")
+    for row in rows:
+        print("; ".join(f"{name} {value}" for name, value in row.items()))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"weights_bytes": size, "steps": first.steps, "saves": rows}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Delivery: how the tensors of all ranks come into the files of one save."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fold3d.checkpoint.background import Background
+from fold3d.checkpoint.regions import Entry, Region, box_of, spread_over, windows, write_box
+from fold3d.checkpoint.relay import Relay
+from fold3d.comms.family import as_bytes
+from fold3d.comms.world_group import WorldGroup
+from fold3d.errors import CheckpointError
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a whole tensor lies: row by row from byte `begin` of a file of the folder."""
+
+    file: str
+    begin: int
+
+
+class Files(Protocol[Key]):
+    """One or several files of a save. Only rank 0 calls its methods; what they raise all ranks raise."""
+
+    folder: Path
+
+    def make(self, entries: Mapping[Key, Entry], notes: list[Any]) -> dict[Key, Location]:
+        """Makes the files at their size, without the tensors; returns where each tensor belongs.
+
+        Args:
+            notes: of all ranks, in their order.
+        """
+
+    def finish(self) -> None:
+        """Gives the files their names, once all tensors are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[Key]):
+    """What one rank brings of one tensor: a `Region` without its values."""
+
+    key: Key
+    entry: Entry
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, region: Region[Key]) -> Piece[Key]:
+        """Returns the piece that describes `region`."""
+        data = region.data
+        return cls(region.key, Entry(data.dtype, tuple(region.whole)), tuple(region.starts), tuple(data.shape))
+
+
+class Delivery:
+    """Of one save. Where all hosts see its folder every rank writes what it has straight into the files, each byte
+    once; of what the replicas all have each writes a share. Elsewhere rank 0 writes, and the other ranks send it what
+    they have, `WINDOW` bytes at a time. Every rank of the job makes the same calls, and meets the others behind them
+    (`together`), where an error of one becomes one of all.
+    """
+
+    def __init__(
+        self, world: WorldGroup, patience: float, *, is_shared: bool, background: Background | None = None
+    ) -> None:
+        """Args:
+        patience: seconds to wait for a rank, which may be writing.
+        is_shared: what `sees_folder` found.
+        background: takes what is to be written, for later; None: it is written at once.
+        """
+        self._world, self._patience = world, patience
+        self._is_shared, self._background = is_shared, background
+        self._files: list[Files[Any]] = []
+
+    def to_files(
+        self, everywhere: Sequence[Region[Key]], note: Any, files: Files[Key], own: Sequence[Region[Key]] = ()
+    ) -> None:
+        """Brings regions, and a note that pickles, of every rank into `files`.
+
+        Args:
+            everywhere: what this rank has, and those of other replicas at its place have, too.
+            own: what only this replica has.
+        Raises: on the rank where it happens: OSError; CheckpointError when no rank has some part of a tensor, or no
+            room is left on the disk.
+        """
+        topology = self._world.topology
+        replicas, replica = (topology.dp, topology.dp_rank) if self._is_shared else (1, topology.dp_rank)
+        regions = [*spread_over(everywhere, replicas, replica), *own]
+        self._files.append(files)
+        shares = self._world.gather(([Piece.of(region) for region in regions], note), timeout=self._patience)
+        made: tuple[dict[Key, Location], list[list[Piece[Key]]]] | None = None
+        error: Exception | None = None
+        if shares is not None:
+            try:
+                pieces = [pieces for pieces, _ in shares]
+                entries = whole_entries(pieces)
+                room = sum(entry.bytes for entry in entries.values())
+                if shutil.disk_usage(_existing(files.folder)).free < room:
+                    raise OSError(errno.ENOSPC, f"{room / 1e6:,.0f} MB do not fit", str(files.folder))
+                locations = files.make(entries, [note for _, note in shares])
+                _let_go(files.folder, locations.values())
+                made = locations, [] if self._is_shared else pieces
+            except Exception as failure:  # the others wait to be told
+                error = failure
+        made = self._world.share(made, timeout=self._patience)
+        if error is not None:
+            raise error
+        if made is None:  # rank 0 tells when all meet
+            return
+        locations, pieces = made
+        if not self._is_shared:
+            with Writer(files.folder) as writer:
+                self._gather(
+                    regions, pieces, lambda p, at, data: writer.write(locations[p.key], p.entry.shape, at, data)
+                )
+            return
+        writes = [(locations[region.key], region) for region in regions]
+        if self._background is not None:
+            self._background.add(files.folder, writes)
+        else:
+            write_all(files.folder, writes)
+
+    def to_rank_0(self, regions: Sequence[Region[Key]]) -> dict[Key, Tensor]:
+        """Returns the whole tensors in host memory on rank 0, nothing elsewhere: for formats that need all at once.
+
+        Args:
+            regions: what this rank has, and those of other replicas at its place have, too.
+        Raises: as `to_files`.
+        """
+        regions = spread_over(regions, 1, self._world.topology.dp_rank)
+        shares = self._world.gather([Piece.of(region) for region in regions], timeout=self._patience)
+        pieces: list[list[Piece[Key]]] = self._world.share(shares, timeout=self._patience)
+        whole: dict[Key, Tensor] = {}
+
+        def put(piece: Piece[Key], starts: Sequence[int], data: Tensor) -> None:
+            if piece.key not in whole:
+                whole[piece.key] = torch.empty(piece.entry.shape, dtype=piece.entry.dtype)
+            box_of(whole[piece.key], starts, data.shape).copy_(data)
+
+        self._gather(regions, pieces, put)
+        whole_entries(pieces)  # on all ranks alike
+        return whole
+
+    def _gather(self, regions: Sequence[Region[Key]], pieces: Sequence[Sequence[Piece[Key]]], put: Any) -> None:
+        """Calls `put(piece, starts, data)` on rank 0 with all that the ranks have, a window after the other."""
+        relay, rank = Relay(self._world, self._patience), self._world.topology.rank
+        error: Exception | None = None
+        for source, piece, number in ((s, p, n) for s, some in enumerate(pieces) for n, p in enumerate(some)):
+            if not relay.is_on_way(source):
+                continue
+            for offsets, extents in windows(piece.shape, piece.entry.dtype.itemsize):
+                data = torch.empty(extents, dtype=piece.entry.dtype)
+                try:
+                    if source == rank and error is None:
+                        data = box_of(regions[number].data.detach(), offsets, extents).cpu().contiguous()
+                except Exception as failure:  # the others wait for something of this size
+                    error = failure
+                if source != 0 and data.numel():
+                    relay.bring(as_bytes(data), source)
+                try:
+                    if rank == 0 and error is None:
+                        put(piece, [a + b for a, b in zip(piece.starts, offsets, strict=True)], data)
+                except Exception as failure:  # the others have been told to send: all of it is taken
+                    error = failure
+        relay.end()
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Gives the files their names. Rank 0 calls it, once all ranks have met."""
+        for files in self._files:
+            files.finish()
+
+
+class Writer:
+    """Writes boxes into files of a folder that are there at their size; on disk at the end of the context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def write(self, location: Location, whole: Sequence[int], starts: Sequence[int], data: Tensor) -> None:
+        """Writes a box of a tensor of shape `whole` that lies at `location`. Raises: OSError."""
+        if location.file not in self._open:
+            # Not for reading: clients of NFS write whole pages of files that they read, others' bytes among them.
+            self._open[location.file] = os.open(self._folder / location.file, os.O_WRONLY)
+        write_box(self._open[location.file], location.begin, whole, starts, data)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            for descriptor in self._open.values() if kind is None else ():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+
+
+def write_all(folder: Path, writes: Iterable[tuple[Location, Region[Any]]]) -> None:
+    """Writes regions into files of a folder, and waits until they are on disk. Raises: OSError."""
+    with Writer(folder) as writer:
+        for location, region in writes:
+            writer.write(location, region.whole, region.starts, region.data)
+
+
+def whole_entries(pieces: Sequence[Sequence[Piece[Key]]]) -> dict[Key, Entry]:
+    """Returns dtype and shape of every tensor that the pieces of all ranks make up.
+
+    Raises: CheckpointError unless they make up whole tensors.
+    """
+    entries: dict[Key, Entry] = {}
+    counts: Counter[Key] = Counter()
+    for piece in (piece for some in pieces for piece in some):
+        if entries.setdefault(piece.key, piece.entry) != piece.entry:
+            raise CheckpointError(f"{piece.key} is {piece.entry} on one rank and {entries[piece.key]} on another")
+        counts[piece.key] += math.prod(piece.shape)
+    for key, entry in entries.items():
+        needed = math.prod(entry.shape)
+        if counts[key] != needed:
+            raise CheckpointError(
+                f"all ranks together have {counts[key]} elements of {key}, which has {needed}: all shards of a stage, "
+                "and all replicas, must train the same parameters"
+            )
+    return entries
+
+
+def sees_folder(folder: Path, world: WorldGroup, patience: float) -> bool:
+    """Returns whether every rank sees what rank 0 writes into `folder`, which is there; every rank calls.
+
+    Raises: OSError on rank 0.
+    """
+    if world.topology.world == 1:
+        return True
+    token: Path | None = None
+    error: OSError | None = None
+    if world.topology.rank == 0:
+        token = folder / f".seen-{secrets.token_hex(8)}"
+        try:
+            token.touch()
+        except OSError as failure:
+            token, error = None, failure
+    name = world.share(None if token is None else token.name, timeout=patience)
+    seen = torch.tensor(name is not None and (folder / name).is_file())
+    world.all_reduce(seen, torch.logical_and, timeout=patience)
+    if token is not None:
+        token.unlink()
+    if error is not None:
+        raise error
+    return bool(seen)
+
+
+def _let_go(folder: Path, locations: Iterable[Location]) -> None:
+    """Puts on disk what rank 0 has made, and keeps no page of it: a client of NFS that has one writes all of it with
+    the first byte that changes, and other hosts write into the same pages."""
+    for name in {location.file for location in locations}:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

@@ -1,0 +1,182 @@
+"""async_save: checkpoints are written while training goes on, and are complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from fold3d.checkpoint import write_all
+from tests.helpers.launch import launch
+from tests.helpers.ranks import RankPool
+from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d
+from tests.trainer.test_checkpoints import FOLDED, SAVING, STEP, assert_continues, continued
+
+ASYNC = SAVING | {"async_save": True}
+
+
+def same_files(first: Path, second: Path) -> bool:
+    """Whether two checkpoints have the same files with the same tensors."""
+    for file in ("model.safetensors", "optimizer.pt"):
+        a, b = (load_file(f / file) if file[0] == "m" else torch.load(f / file) for f in (first, second))
+        if file == "optimizer.pt":
+            assert a["param_groups"] == b["param_groups"]
+            a, b = ({(i, k): v for i, s in one["state"].items() for k, v in s.items()} for one in (a, b))
+        if a.keys() != b.keys() or not all(torch.equal(a[key], b[key]) for key in a):
+            return False
+    return {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+
+
+@pytest.mark.gate
+def test_it_is_the_same_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    """Weights and states go on changing while their copies are written."""
+    jobs = [Job(str(tmp_path / name), samples=40, arguments=SAVING) for name in ("waits", "goes on")]
+    jobs[1] = replace(jobs[1], arguments=ASYNC)
+    waits, goes_on = (ranks.run(run_fold3d, 4, job, FOLDED)[0] for job in jobs)
+    assert_continues(goes_on, waits, 0.0)
+    for step in (3, 6):
+        assert same_files(*(Path(job.folder) / f"checkpoint-{step}" for job in jobs))
+    assert {path.name for path in (tmp_path / "goes on").iterdir()} == {"checkpoint-3", "checkpoint-6"}
+
+
+def test_a_run_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    layout = FOLDED | {"gradient_delay": 1}
+    job = Job(str(tmp_path / "whole"), dtype="float32", dropout=0.1, samples=24, arguments=ASYNC)
+    whole = ranks.run(run_fold3d, 4, job, layout)[0]
+    resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / "again"), layout)[0]
+    assert_continues(resumed, whole, 0.0)
+
+
+class Watched(Variant):
+    """The checkpoint of step 3 is not written before step 6 begins; notes what callbacks see."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        self.go = threading.Event()
+        self.seen: dict[int, list[str]] = {}
+        self.told: list[tuple[int, bool, bool]] = []
+        watched = self
+
+        class Notes(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                watched.seen[state.global_step] = sorted(
+                    path.name for path in Path(args.output_dir).glob("checkpoint*")
+                )
+                if state.global_step == 5:
+                    watched.go.set()
+
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+                saved = json.loads((folder / "trainer_state.json").read_text())
+                watched.told.append(
+                    (state.global_step, (folder / "fold3d.json").is_file(), saved["epoch"] == state.epoch)
+                )
+
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                self.add_callback(Notes())
+
+        return Trainer
+
+    def write(self, folder: Path, writes: Any) -> None:
+        self.go.wait(120)
+        write_all(folder, writes)
+
+
+def test_training_goes_on_and_callbacks_see_complete_folders(tmp_path: Path) -> None:
+    watched = Watched()
+    arguments = ASYNC | {"max_steps": 7, "gradient_accumulation_steps": 1}
+    job = Job(str(tmp_path), samples=40, variant=watched, arguments=arguments)
+    with mock.patch("fold3d.trainer.saving.write_all", watched.write):
+        run_fold3d(job, {})
+    assert [watched.seen[step] for step in (2, 3, 4, 5)] == [[], [], [], []]
+    assert watched.told == [(3, True, True), (6, True, True), (7, True, True)]
+
+
+BEST = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": 1,
+    "eval_steps": 1,
+    "max_steps": 4,
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+}
+"""The learning rate is absurd: the first evaluation is the best one."""
+
+
+def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
+    jobs = [Job(str(tmp_path / name), arguments=BEST | more) for name, more in (("a", {}), ("b", {"async_save": True}))]
+    waits, goes_on = (ranks.run(run_fold3d, 2, job, {"pp": 2})[0] for job in jobs)
+    assert_continues(goes_on, waits, 0.0)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["checkpoint-1", "checkpoint-4"]
+    states = [json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text()) for name in "ab"]
+    best = [Path(state["best_model_checkpoint"]).name for state in states]
+    assert best == ["checkpoint-1", "checkpoint-1"]
+
+
+def train_and_be_killed(folder: str) -> None:
+    """Rank 1 is killed when it has written half of its part of the second checkpoint."""
+
+    def write(place: Path, writes: Any) -> None:
+        if place.name.endswith("checkpoint-6") and dist.get_rank() == 1:
+            write_all(place, writes[: len(writes) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_all(place, writes)
+
+    with mock.patch("fold3d.trainer.saving.write_all", write):
+        run_fold3d(Job(folder, samples=40, arguments=ASYNC | {"max_steps": 9}), {"dp": 2, "dp_sync": "zero1"})
+
+
+@pytest.mark.gate
+def test_a_rank_killed_in_the_middle_leaves_the_last_checkpoint_whole(ranks: RankPool, tmp_path: Path) -> None:
+    """The same command goes on from it by itself, and ends with the bits of a run that nobody disturbed."""
+    layout = {"dp": 2, "dp_sync": "zero1"}
+    job = Job(str(tmp_path / "whole"), samples=40, arguments=ASYNC | {"max_steps": 9})
+    whole = ranks.run(run_fold3d, 2, job, layout)[0]
+    results = launch(train_and_be_killed, 2, str(tmp_path / "killed"), timeout=180)
+    assert [result.returncode != 0 for result in results] == [True, True], results.report()
+    left = sorted(path.name for path in (tmp_path / "killed").iterdir())
+    assert left == ["checkpoint-3", "tmp-checkpoint-6"]
+    again = replace(job, folder=str(tmp_path / "killed"), arguments=job.arguments | {"resume": "auto"})
+    assert_continues(ranks.run(run_fold3d, 2, again, layout)[0], whole, 0.0)
+    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [f"checkpoint-{k}" for k in (3, 6, 9)]
+
+
+# resume="auto"
+
+
+def test_it_goes_on_with_the_world_that_came_up(ranks: RankPool, tmp_path: Path) -> None:
+    """Four processes, then two, then four: each step has the samples that it has in a run that nobody disturbed."""
+    job = Job(str(tmp_path / "whole"), samples=48, arguments=SAVING | {"max_steps": 9})
+    whole = ranks.run(run_fold3d, 4, job, FOLDED)[0]
+
+    def go_on(processes: int, layout: dict[str, Any], source: str, checkpoint: str) -> Outcome:
+        folder = tmp_path / f"from {checkpoint}"
+        shutil.copytree(tmp_path / source / checkpoint, folder / checkpoint)
+        auto = replace(job, folder=str(folder), arguments=job.arguments | {"resume": "auto"})
+        return ranks.run(run_fold3d, processes, auto, layout)[0]
+
+    two = go_on(2, {"pp": 2}, "whole", STEP)
+    assert_continues(two, replace(whole, metrics=two.metrics), 1e-12)
+    four = go_on(4, FOLDED, f"from {STEP}", "checkpoint-6")
+    assert_continues(four, replace(whole, metrics=four.metrics), 1e-12)
+
+
+def test_it_begins_anew_where_there_is_nothing(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "new"), arguments={"resume": "auto", "max_steps": 2})
+    assert run_fold3d(job, {}).column("step") == [1, 2, 2]
