@@ -100,7 +100,7 @@ def layer_bytes(
     device: torch.device | str = "cpu",
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
     sharding: ShardingPlan | None = None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what the prologue, each block and the epilogue need, for one micro-batch; no process group is used.

@@ -23,6 +23,7 @@ from fold3d.trace.arguments import Arguments, Form, form_of, loss_in
 from fold3d.trace.batches import is_transformers_model, synthetic_example
 from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
 from fold3d.trace.caches import apart_from_caches
+from fold3d.trace.compound import compute_as_linear, holders, is_compound, prepare_copy
 from fold3d.trace.graph import CallTree, trace_graph
 from fold3d.trace.known_values import Decisions
 from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
@@ -138,7 +139,11 @@ def _converted(model: nn.Module, after: nn.Module) -> tuple[tuple[str, torch.dty
     """Returns the parameters whose copies have another dtype after the forward than they have, and those dtypes."""
     before = dict(model.named_parameters(remove_duplicate=False))
     pairs = ((name, copied.dtype) for name, copied in after.named_parameters(remove_duplicate=False))
-    return tuple((name, dtype) for name, dtype in pairs if name in before and before[name].dtype != dtype)
+    return tuple(
+        (name, dtype)
+        for name, dtype in pairs
+        if name in before and before[name].dtype != dtype and not is_compound(before[name])
+    )
 
 
 class Shadow:
@@ -234,6 +239,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
                 if isinstance(made, nn.Parameter) and not made.requires_grad and made.is_floating_point():
                     made.requires_grad_()  # a copy's `__setstate__` may give it hooks
                     frozen.append(made)
+    compound = list(holders(model))
+    for _, module in compound:
+        prepare_copy(module, memo)
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
@@ -246,6 +254,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     drop_wrappers(shadow)
     for module in shadow.modules():
         drop_hooks(module, is_users)
+
+    def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
+        made: Any = fake(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False), mode, device)
+        return made  # type: ignore[no-any-return]
+
+    for name, _ in compound:
+        compute_as_linear(shadow.get_submodule(name), weight)
     return shadow
 
 
