@@ -38,6 +38,7 @@ class TrainingShadow:
         }
         """The micro-batch, without values; the copy knows those by which the model decides."""
         self.mode.known.give(self.batch, micro_batch)
+        self._packs = _packs(micro_batch.get("position_ids"))
         self._called: Callable[..., Any] = self.model
         if isinstance(micro_batch, Arguments):
             self._called = micro_batch.called(self.model)
@@ -50,13 +51,21 @@ class TrainingShadow:
         """In its body operations are those of the copy."""
         with ExitStack() as stack:
             stack.enter_context(rng_untouched(self._device))
-            stack.enter_context(_one_sequence_a_row())
+            if not self._packs:
+                stack.enter_context(_one_sequence_a_row())
             stack.enter_context(self.mode)
             yield
 
     def call(self) -> Any:
         """Returns what the forward does, in the body of `training`. Raises: whatever it raises without values."""
         return self._called(**self.batch)
+
+
+def _packs(positions: object) -> bool:
+    """Whether positions [batch, tokens] say that a row holds several sequences."""
+    if not isinstance(positions, Tensor) or positions.is_meta or positions.ndim != 2:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def has_memory(value: object) -> bool:

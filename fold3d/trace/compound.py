@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _MARK = "_fold3d_compound"
 
 
-def is_compound(parameter: Tensor) -> bool:
+def is_compound(parameter: Any) -> bool:
     """Whether the parameter's values are more than its own tensor, are going to be (a subclass whose `to` converts it,
     as bitsandbytes' do), or were, where another rank has them."""
     if is_traceable_wrapper_subclass(parameter) or _MARK in vars(parameter):
@@ -101,7 +101,7 @@ def compute_as_linear(copied: nn.Module, weight: Callable[[tuple[int, int], torc
     if dtype is None:
         dtype = torch.get_default_dtype() if copied.bias is None else copied.bias.dtype
     copied.weight = weight((copied.out_features, copied.in_features), dtype)
-    copied.forward = _Linear(copied)  # type: ignore[method-assign]
+    vars(copied)["forward"] = _Linear(copied)
 
 
 class _Linear:
@@ -111,17 +111,17 @@ class _Linear:
         self._module = module
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._module.weight, self._module.bias
-        bias = bias if bias is None else bias.to(weight.dtype)
+        weight = self._module.weight
+        bias = None if self._module.bias is None else self._module.bias.to(weight.dtype)
         return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
 
 
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def _plain(tensor: Any) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for name in tensor.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, name))
     else:
         yield tensor

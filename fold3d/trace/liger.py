@@ -39,10 +39,11 @@ def without_kernels() -> Iterator[None]:
     """In its body Liger's functions, where they are imported, run no kernel."""
     ops = sys.modules.get("liger_kernel.ops")
     found = [(getattr(ops, name, None), instead) for name, instead in _INSTEAD.items()]
-    patched = [kind for kind, _ in found if kind is not None and "apply" not in vars(kind)]
+    patched: list[Any] = []
     for kind, instead in found:
-        if kind in patched:
+        if kind is not None and "apply" not in vars(kind):
             kind.apply = staticmethod(instead)
+            patched.append(kind)
     try:
         yield
     finally:

@@ -245,7 +245,7 @@ def _renamings(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    return [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]  # type: ignore[arg-type]
+    return [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 
 
 def _header(file: Path) -> dict[str, Stored]:

@@ -167,7 +167,7 @@ def _cross_entropy(logits: DeferredLogits, call: Call) -> Any:
         return functional.cross_entropy(part, labels, ignore_index=ignored, reduction=each, label_smoothing=smoothing)
 
     tokens = logits.head.tokens
-    pairs = zip(logits.hidden.split(tokens), target.split(tokens), strict=True)
+    pairs = zip(torch.split(logits.hidden, tokens), torch.split(target, tokens), strict=True)
     losses: list[Any] = [checkpoint(of, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
     if reduction == "none":
         return torch.cat(losses)
@@ -198,8 +198,8 @@ def install_chunked_loss(model: nn.Module, tokens: int, *, tells: bool = True) -
             f"chunked_loss={tokens}: {type(model).__name__} has no output head of logits (get_output_embeddings); it "
             "is for language models. Remove it"
         )
-    original = head.forward
-    made = Head(original, int(head.out_features), tokens, tells=tells)
+    original, size = head.forward, int(find().out_features)
+    made = Head(original, size, tokens, tells=tells)
 
     def forward(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not head.training or not torch.is_grad_enabled() or args or kwargs:
