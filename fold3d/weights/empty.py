@@ -97,8 +97,10 @@ def whole_on_each(model: nn.Module, topology: Topology, processes: int) -> str:
     size = sum(bytes_of(one) for one in model.parameters())
     if size * processes < MANY_BYTES:
         return ""
+    base: Any = model
+    base = base.get_base_model() if hasattr(base, "peft_config") else base
     return (
         f"each of the {processes} processes of this host has loaded the whole model, {text_of_bytes(size * processes)} "
         f"in all, and keeps a part of it. Let each read its own part alone:\n    with fold3d.empty_weights():\n"
-        f"        model = {type(model).__name__}.from_pretrained(...)"
+        f"        model = {type(base).__name__}.from_pretrained(...)"
     )
