@@ -6,7 +6,8 @@ TRL (`pip install --no-build-isolation ".[trl]"` in a clone). Start it with torc
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/sft_lora.py --dp 2 --pp 2 --output_dir out/sft
 
 On one process it runs without torchrun, --dp and --pp. With `--model FOLDER` it begins with a model and a tokenizer
-that are there, otherwise with random weights. The adapter is saved in PEFT's files.
+that are there, otherwise with random weights. With `--load_in_4bit` the model is quantised (QLoRA; needs bitsandbytes),
+with `--packing` rows hold several samples. The adapter is saved in PEFT's files.
 """
 
 import pydoc_data.topics
@@ -23,6 +24,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     HfArgumentParser,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -46,6 +48,7 @@ class ScriptArguments:
     model: str | None = field(default=None, metadata={"help": "Folder of a model to begin with, with its tokenizer."})
     layers: int = field(default=4, metadata={"help": "Transformer blocks, without --model."})
     hidden: int = field(default=128, metadata={"help": "Width, without --model."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "Whether the model's weights are quantised (nf4)."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter's matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "What the adapter is scaled by, times its rank."})
     samples: int = field(default=2000, metadata={"help": "Sentences to train on at most."})
@@ -114,7 +117,8 @@ def main() -> None:
         if not (folder / "config.json").exists():
             make_model(folder, samples, script)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if script.load_in_4bit else None
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantisation)
 
     rows = Dataset.from_list(samples).shuffle(seed=args.seed)
     count = min(script.eval_samples + script.samples, len(rows))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         trainer_class,
     )
     from fold3d.trainer.rates import RatesCallback
+    from fold3d.weights.empty import empty_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "arguments_class",
+    "empty_weights",
     "trainer_class",
 ]
 
@@ -55,6 +57,7 @@ _LAZY = {
     "Trainer": "fold3d.trainer",
     "TrainingArguments": "fold3d.trainer",
     "arguments_class": "fold3d.trainer",
+    "empty_weights": "fold3d.weights.empty",
     "trainer_class": "fold3d.trainer",
 }
 

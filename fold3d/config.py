@@ -286,6 +286,15 @@ class ParallelConfig:
     """Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put small
     stashes together: "torch", or "fold3d", which goes through the memory once where torch does several times. The
     numbers differ in their last bits. No GPU has shown a gain yet: measure with `make gpu`."""
+    chunked_loss: int | None = setting(
+        None,
+        "Tokens of a micro-batch whose logits the cross-entropy of a language model computes at a time, in the forward "
+        "and again in the backward: less memory, and one product with the head more. Default: all at once.",
+    )
+    """Tokens of a micro-batch whose logits are there at a time: the cross-entropy of a language model is computed in
+    chunks, each with its part of the vocabulary under tensor parallelism, in the forward and again in the backward. So
+    much less memory, and one product with the output head more. A loss that reads logits otherwise gets all of them,
+    and the log says so. None: all at once."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -305,9 +314,9 @@ class ParallelConfig:
         self._check_blocks()
 
     def _check_counts(self) -> None:
-        for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size"):
+        for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size", "chunked_loss"):
             value = getattr(self, name)
-            if (value is None and name in ("dp", "micro_batch_size")) or (
+            if (value is None and name in ("dp", "micro_batch_size", "chunked_loss")) or (
                 value == AUTO and name in ("segments", "micro_batch_size", "group_size")
             ):
                 continue

@@ -16,6 +16,7 @@ from fold3d.config import AUTO, FP16_WITH_DELAY, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.recompute import Recompute
 from fold3d.stage.recompute import check_names
+from fold3d.trace.compound import is_compound
 
 
 def check_arguments(
@@ -41,6 +42,7 @@ def check_arguments(
 def check_model(model: Module, config: ParallelConfig, weights: Any) -> None:
     """Raises ConfigError for a setting that does not fit the model, as far as it is known without a recording."""
     refuse_wrapped(model)
+    _check_compound(model, config.tp)
     if weights is not None:
         if not isinstance(weights, (str, os.PathLike)) or not os.fspath(weights):
             raise ConfigError(f"weights={weights!r}: must be the name of a folder, or None")
@@ -51,6 +53,23 @@ def check_model(model: Module, config: ParallelConfig, weights: Any) -> None:
             )
     if config.recompute != AUTO:
         check_names(model, Recompute.parse(config.recompute))
+
+
+def _check_compound(model: Module, tp: int) -> None:
+    for name, parameter in model.named_parameters():
+        if not is_compound(parameter):
+            continue
+        kind = type(parameter).__name__
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is a {kind}, which is made of several tensors and cannot be trained: gradients are summed in "
+                "buckets of plain tensors. Freeze it (requires_grad_(False)) and train adapters, such as PEFT's LoRA"
+            )
+        if tp > 1:
+            raise ConfigError(
+                f"tp={tp} is not available for quantised weights: the numbers of {name}, a {kind}, share scales that "
+                "are the whole matrix's, so a rank cannot have a part of it. Set tp=1, and pp, segments or dp"
+            )
 
 
 def check_batches(batches: Sequence[Any]) -> None:

@@ -43,6 +43,7 @@ from fold3d.stage.sharded_chunk import BorderParts, ShardedChunk
 from fold3d.stage.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.overlap_trial import OverlapTrial
 from fold3d.topology import Topology
+from fold3d.trace.compound import held, holders, is_compound, parts_of
 from fold3d.trace.wrappers import whole_shape
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def _connect(
         changes=less.changes,
         division=_division(model, pipeline),
     )
-    memory.begin([*cut.parameters.values(), *cut.model.buffers()])
+    memory.begin([*(part for one in cut.parameters.values() for part in parts_of(one)), *cut.model.buffers()])
     return BuiltRank(
         cut=cut,
         groups=groups,
@@ -281,11 +282,13 @@ def _slowest(world: WorldGroup, times: Tensor) -> None:
 def _share_weights(cut: RankModel, groups: Groups) -> None:
     """Replica 0's weights, and of several copies in a replica the first one's, become everybody's."""
     shared = cut.placement.shared(cut.parts.rank)
-    for name in sorted(set(shared) & set(cut.parameters)):
+    plain = {name: parameter for name, parameter in cut.parameters.items() if not is_compound(parameter)}
+    for name in sorted(set(shared) & set(plain)):
         places = shared[name]
         dist.broadcast(cut.parameters[name].data, groups.topology.source_of(places), group=groups.ties[places])
     buffers = [b for b in cut.model.buffers() if b.device.type != "meta"]
-    for tensor in [*(p.data for p in cut.parameters.values()), *buffers]:
+    compound = [tensor for _, module in holders(cut.model) for tensor in held(module)]
+    for tensor in [*(parameter.data for parameter in plain.values()), *buffers, *compound]:
         groups.data.broadcast(tensor, timeout=groups.world.patience)
 
 

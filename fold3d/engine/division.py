@@ -21,7 +21,7 @@ from fold3d.stage.replay import ModelValues
 from fold3d.stage.sub_pipeline import SubMicroBatch, sub_micro_batches, tolerance
 from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.trace.arguments import Form, form_of
-from fold3d.trace.batches import part_of, samples_of, shifts_labels
+from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def number_of_parts(inputs: Mapping[str, Any], size: int) -> int:
 
     Raises: ConfigError where nobody knows how to divide it.
     """
-    if _most(inputs) <= size:
+    if _most(inputs) <= size and borders_in(inputs) is None:
         return 1
     samples = samples_of(inputs)
     if samples is None:
@@ -45,6 +45,11 @@ def number_of_parts(inputs: Mapping[str, Any], size: int) -> int:
 
 def why_not_divided(inputs: Mapping[str, Any]) -> str:
     """Returns why nobody knows how to divide a micro-batch of several samples; "" where that is known."""
+    if (borders := borders_in(inputs)) is not None:
+        return (
+            f"batch[{borders!r}] says where the sequences that are packed in a row begin, so a row is one sample, and "
+            "its tokens belong together"
+        )
     most = _most(inputs)
     if most < 2 or samples_of(inputs) is not None:
         return ""

@@ -44,6 +44,7 @@ from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_bat
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.batches import is_transformers_model
+from fold3d.weights.empty import folder_of
 from fold3d.weights.part_marks import calls_allowed
 from fold3d.weights.parts import Parts
 
@@ -68,7 +69,7 @@ class Engine(state.WholeState):
         example: a micro-batch to record the model with, by argument name; a function that returns one, or None, is
             asked where the model is needed before the first batch. None: the first batch records it; where it is needed
             before, an example is made up for a HuggingFace model.
-        weights: folder with safetensors for a model on the meta device.
+        weights: folder with safetensors for a model on the meta device; None: the one that `empty_weights` has noted.
         autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
             functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
         device: where parameters live; None: this process's accelerator, or the CPU.
@@ -96,6 +97,7 @@ class Engine(state.WholeState):
         compile_options: Mapping[str, Any] | None = None,
     ):
         check_arguments(config, max_grad_norm, optimizer, autocast, scaler)
+        weights = folder_of(model) if weights is None else weights
         check_compiled(config.tp, compile_options)
         check_model(model, config, weights)
         world = dist.get_world_size() if dist.is_initialized() else 1

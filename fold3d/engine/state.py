@@ -25,6 +25,7 @@ from fold3d.errors import CheckpointError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.sharding.shard import Shard
 from fold3d.stage.rank_model import RankModel
+from fold3d.trace.compound import is_compound
 from fold3d.weights.part_marks import state_of
 
 Tensors = dict[str, torch.Tensor]
@@ -33,8 +34,10 @@ Shards = dict[Any, Shard]
 
 
 def gather_model(cut: RankModel, world: WorldGroup) -> Tensors:
-    """Returns every parameter, and every persistent buffer of replica 0's, on the CPU; all ranks of the job call."""
-    mine: dict[Any, Any] = {name: cut.parameters[name].detach().cpu() for name in cut.primary()}
+    """Returns every parameter but quantised ones, and every persistent buffer of replica 0's, on the CPU; all ranks of
+    the job call."""
+    plain = [name for name in cut.primary() if not is_compound(cut.parameters[name])]
+    mine: dict[Any, Any] = {name: cut.parameters[name].detach().cpu() for name in plain}
     spread: Shards = dict(cut.parts.spread(mine))
     buffers = {name: tensor.detach().cpu() for name, tensor in own_buffers(cut).items()}
     if buffers:
@@ -87,7 +90,7 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any], *
     """
     weights: Mapping[str, torch.Tensor] = full["model"]
     parts = cut.parts
-    targets = {**{n: p.data for n, p in cut.parameters.items()}, **own_buffers(cut)}
+    targets = {**{n: p.data for n, p in cut.parameters.items() if not is_compound(p)}, **own_buffers(cut)}
     for name, target in targets.items():
         found, whole = weights.get(name), parts.whole_shape(name, target.shape)
         if found is None or tuple(found.shape) != whole:
@@ -144,7 +147,8 @@ class WholeState(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
 
-        The same on every rank, on the CPU, independent of dp, tp, pp and segments.
+        The same on every rank, on the CPU, independent of dp, tp, pp and segments. Quantised weights, which are frozen,
+        are left out, and `load_state_dict` leaves them alone.
         """
         self.meet("engine.state_dict()")
         cut, world = self._built().cut, self.groups.world

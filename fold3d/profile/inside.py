@@ -27,19 +27,24 @@ def inside_of(
     device: torch.device | str = "cpu",
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[Inside, ...]:
     """Returns an entry for each set of patterns in `recompute`. Bytes are counted; of a block's time modules take the
     share that their weights are of all its weights: matrix products are nearly all of the work.
 
     Args:
         forward: seconds per layer.
-        model, trace, micro_batch, device, autocast: as `layer_bytes`.
+        model, trace, micro_batch, device, autocast, prepare: as `layer_bytes`.
     """
     found = []
     for choice in dict.fromkeys(choice for choice in recompute.choices if choice.patterns):
         shares = [0.0, *(_share(model.get_submodule(block), choice) for block in trace.blocks), 0.0]
-        prepare = functools.partial(_checkpoint, blocks=trace.modules, choice=choice)
-        layers = layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=prepare)
+
+        def both(copied: nn.Module, choice: Choice = choice) -> None:
+            prepare(copied)
+            _checkpoint(copied, blocks=trace.modules, choice=choice)
+
+        layers = layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=both)
         seconds = tuple(share * time for share, time in zip(shares, forward, strict=True))
         found.append(Inside(patterns=choice.patterns, layers=layers, seconds=seconds))
     return tuple(found)

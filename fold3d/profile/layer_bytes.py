@@ -101,7 +101,7 @@ def layer_bytes(
     device: torch.device | str = "cpu",
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
     sharding: ShardingPlan | None = None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what the prologue, each block and the epilogue need, for one micro-batch; no process group is used.
@@ -130,7 +130,7 @@ def layer_bytes(
             module = shadow.model.get_submodule(block)
             module.register_forward_pre_hook(counted.before, with_kwargs=True)
             module.register_forward_hook(counted.after)
-        with one_sequence_a_row(), shadow.running(checkpoints=True), counted:
+        with one_sequence_a_row(micro_batch), shadow.running(checkpoints=True), counted:
             with torch.enable_grad(), autocast():
                 roots = _roots(shadow.call(arguments))
             counted.turn()

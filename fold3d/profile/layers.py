@@ -39,6 +39,7 @@ def profile_model(
     recompute: Recompute = NOTHING,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
     seconds: float = 2.0,
 ) -> Profile:
     """Returns what the layers of `model` cost on `device`. Any rank may call it alone; no process group is used.
@@ -54,6 +55,7 @@ def profile_model(
         optimizer: makes the optimizer of a list of parameters, tried on a made-up one; where that fails, and for None,
             AdamW stands for it.
         autocast: the context in which the model's forward runs.
+        prepare: as for `layer_bytes`.
         seconds: about how long to measure, all kinds together.
     """
     _log.info("measuring %d blocks for about %.1f s", len(trace.blocks), seconds)
@@ -79,7 +81,7 @@ def profile_model(
     flops = [cost.flops for _, cost in entries]
     complete = _fill(layers, flops, device)
     handed = [handed_on(calls, trace, block) for block in range(len(trace.blocks))]
-    needs = _bytes(model, trace, micro_batch, device, autocast, complete, handed)
+    needs = _bytes(model, trace, micro_batch, device, autocast, prepare, complete, handed)
     update = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(layer.forward for layer in complete),
@@ -94,7 +96,7 @@ def profile_model(
         update_bytes=update.workspace,
         updates_together=update.together,
         measured=any(timing is not None for timing in timings.values()),
-        inside=_inside(model, trace, micro_batch, recompute, complete, device, autocast),
+        inside=_inside(model, trace, micro_batch, recompute, complete, device, autocast, prepare),
     )
 
 
@@ -106,11 +108,12 @@ def _inside(
     timings: Sequence[Timing],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
+    prepare: Callable[[nn.Module], object],
 ) -> tuple[Inside, ...]:
     """Returns what `inside_of` says; nothing where the whole model cannot run without values."""
     forward = [timing.forward for timing in timings]
     try:
-        return inside_of(model, trace, micro_batch, recompute, forward, device, autocast=autocast)
+        return inside_of(model, trace, micro_batch, recompute, forward, device, autocast=autocast, prepare=prepare)
     except Exception as error:  # whatever a model raises on tensors without values
         _log.info("what modules inside of blocks recompute is not planned with (%s: %s)", type(error).__name__, error)
         return ()
@@ -122,13 +125,14 @@ def _bytes(
     micro_batch: Mapping[str, Any],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
+    prepare: Callable[[nn.Module], object],
     timings: Sequence[Timing],
     handed: Sequence[int],
 ) -> tuple[LayerBytes, ...]:
     """Returns what each layer needs in memory; where the whole model cannot run without values, what was kept when its
     layers ran alone."""
     try:
-        return layer_bytes(model, trace, micro_batch, device, autocast=autocast)
+        return layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=prepare)
     except Exception as error:  # whatever a model raises on tensors without values
         known = any(timing.saved_bytes for timing in timings[1:-1])
         _log.log(

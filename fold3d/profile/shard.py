@@ -80,6 +80,7 @@ def layers_of_a_shard(
     sharding: ShardingPlan,
     device: torch.device | str = "cpu",
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[Module], object] = lambda model: None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what layers need in memory on a rank of a tensor-parallel group; nothing where that cannot be told.
 
@@ -88,7 +89,7 @@ def layers_of_a_shard(
         micro_batch: keyword arguments of its forward.
     """
     try:
-        return layer_bytes(model, trace, micro_batch, device, autocast=autocast, sharding=sharding)
+        return layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=prepare, sharding=sharding)
     except Exception as error:  # whatever a model raises on tensors without values
         _log.info("activations count as if they were whole (%s: %s)", type(error).__name__, error)
         return ()

@@ -77,7 +77,7 @@ def stashes_of(
         passed = _Passed(saved, ranges)
         for block in trace.modules:
             shadow.model.get_submodule(block).register_forward_hook(passed.ends)
-        with one_sequence_a_row(), shadow.running(checkpoints=True), followed or nullcontext():
+        with one_sequence_a_row(micro_batch), shadow.running(checkpoints=True), followed or nullcontext():
             with torch.enable_grad(), autocast(), saved_tensors_hooks(saved.save, _Kept.unpack):
                 returned = shadow.call(arguments)
             moving = saved.bytes()  # while the graph is there, and nothing else

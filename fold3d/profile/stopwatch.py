@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fold3d.device import rng_untouched, synchronize
 from fold3d.profile.calls import ModuleCall, TensorShape
 from fold3d.trace import drop_wrappers
+from fold3d.trace.compound import compute_as_linear, holders, is_compound, move, parts_of
 
 _MOST_RUNS = 15
 
@@ -70,7 +71,7 @@ def _time(
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Timing:
     """As `time_call`, of a module that may change."""
-    parameters = {p.data_ptr() for p in made.parameters()}
+    parameters = {part.data_ptr() for p in made.parameters() for part in parts_of(p)}
     begin = time.perf_counter()
     forwards: list[float] = []
     backwards: list[float] = []
@@ -80,8 +81,9 @@ def _time(
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
-            if tensor.data_ptr() not in parameters:
-                kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            for part in parts_of(tensor):
+                if part.data_ptr() not in parameters:
+                    kept[part.data_ptr()] = part.numel() * part.element_size()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -108,7 +110,8 @@ def _empty(made: nn.Module) -> None:
     """Frees what a copy holds; where a hook of a parameter knows its module, nothing else would ever do so."""
     for tensor in (*made.parameters(), *made.buffers()):
         tensor.grad = None
-        tensor.data = tensor.data.new_empty(0)
+        if not is_compound(tensor):
+            tensor.data = tensor.data.new_empty(0)
 
 
 def real_copy(module: nn.Module, device: torch.device, generator: torch.Generator) -> nn.Module:
@@ -116,7 +119,7 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
     memo: dict[int, Any] = {}
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-            if not isinstance(tensor, Tensor) or id(tensor) in memo:
+            if not isinstance(tensor, Tensor) or id(tensor) in memo or (is_compound(tensor) and not tensor.is_meta):
                 continue
             if tensor.is_meta:
                 real = _values(TensorShape(tuple(tensor.shape), tensor.dtype), device, generator) * 0.02
@@ -128,6 +131,15 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
             memo[id(tensor)] = real
     made: nn.Module = copy.deepcopy(module, memo)
     drop_wrappers(made)
+
+    def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
+        return nn.Parameter(_values(TensorShape(shape, dtype), device, generator) * 0.02, requires_grad=False)
+
+    for name, part in holders(module):
+        if any(one.is_meta for one in part._parameters.values() if one is not None):
+            compute_as_linear(made.get_submodule(name), weight)
+        else:
+            move(made.get_submodule(name), device)
     return made
 
 

@@ -276,8 +276,9 @@ def _error(name: str, read: Tensor) -> ConfigError:
     ways_out = "put such a term into the optimizer (weight_decay is an L2 penalty), or set tp=1"
     if read.shape == whole_shape(read):
         return ConfigError(
-            f"{reads}. Its gradient is the sum of what the ranks of the tensor-parallel group compute of their parts of "
-            f"the sequence, so what that code adds would count once on each. Set sequence_parallel=False, {ways_out}"
+            f"{reads}. Its gradient is the sum of what the ranks of the tensor-parallel group compute of their parts "
+            "of the sequence, so what that code adds would count once on each. Set sequence_parallel=False, "
+            f"{ways_out}"
         )
     return ConfigError(
         f"{reads}, of which each rank of the tensor-parallel group has a part ({tuple(read.shape)} of "

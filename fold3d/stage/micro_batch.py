@@ -14,6 +14,7 @@ from torch.nn import Module
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.replay import Before, DrawnNumbers
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
+from fold3d.trace.batches import borders_in
 from fold3d.trace.wrappers import is_ours
 
 Inputs = dict[str, Any]
@@ -101,8 +102,15 @@ def one_number(value: Any) -> None:
 def split_batch(batch: Mapping[str, Any], parts: int) -> list[Inputs]:
     """Returns `parts` micro-batches' inputs: equal slices of dimension 0 of every tensor, other values unchanged.
 
-    Raises: ValueError when a tensor does not divide.
+    Raises: ValueError when a tensor does not divide, or is none of rows.
     """
+    borders = borders_in(batch)
+    if borders is not None and parts > 1:
+        raise ValueError(
+            f"batch[{borders!r}] says where packed sequences begin, among all tokens, so dimension 0 does not divide: "
+            "make a batch of each micro-batch and call engine.run(micro_batches, loss_fn), or leave it out and give "
+            "position_ids that begin at 0 with each sequence"
+        )
     for name, value in batch.items():
         if isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] % parts or not value.shape[0]):
             raise ValueError(

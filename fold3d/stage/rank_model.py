@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from fold3d.config import AUTO, BLOCKS, GRAPH, ParallelConfig
+from fold3d.device import processes_of_host
 from fold3d.errors import ConfigError, TraceError
 from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.recomputed_blocks import recomputed_blocks
@@ -26,12 +27,15 @@ from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.install import install
+from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
 from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
+from fold3d.trace.compound import holders, move
 from fold3d.trace.wrappers import whole_shape, wrap
+from fold3d.weights.empty import whole_on_each
 from fold3d.weights.materialize import materialize
 from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
@@ -205,6 +209,8 @@ class RankModel:
         self.placement = placement.sharded(self.parts.plan)
         self.stage = topology.pp_rank
         keep = self.placement.held_by(self.stage)
+        if not on_meta and topology.rank == 0 and (told := whole_on_each(model, topology, processes_of_host())):
+            logger.warning("%s", told)
         if on_meta:
             _refuse_cut_model(model, keep)
             shard_parameters(model, self.parts)  # those that have values
@@ -217,6 +223,7 @@ class RankModel:
         refuse_states(model)
         _move(model, device)
         self._undo: list[Callable[[], None]] = []
+        self._chunked_loss = config.chunked_loss
         self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
@@ -249,6 +256,8 @@ class RankModel:
                 allow_calls(self.model)
                 self._undo.append(install(self.model, plan, self.parts.rank, self.group))
                 self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
+            if self._chunked_loss is not None:
+                self._undo.append(install_chunked_loss(self.model, self._chunked_loss, tells=self.parts.rank == 0))
             if self._compile is not None:
                 self._undo.append(self._compile())
         if self._checkpoints is None:
@@ -330,6 +339,8 @@ def _convert(model: Module, recording: Trace) -> None:
 
 def _move(model: Module, device: torch.device) -> None:
     """Moves what has storage to `device`; parameters of other ranks stay on meta."""
+    for _, module in holders(model):
+        move(module, device)
     for module in model.modules():
         for store in (module._parameters, module._buffers):
             for tensor in store.values():

@@ -82,9 +82,13 @@ Form = tuple[Any, ...]
 """What calls of the model must have in common to run the same code: names and kinds of arguments, not their sizes."""
 
 
+_SIZES = ("num_items_in_batch", "max_length_q", "max_length_k")
+"""Numbers that are others in every batch, and decide about no code: labels, and the longest of packed sequences."""
+
+
 def form_of(arguments: Mapping[str, Any]) -> Form:
     """Returns the form of a call: what is no number of any size counts by its value, a tensor by its kind."""
-    named = {name: None if name == "num_items_in_batch" else arguments[name] for name in sorted(arguments)}
+    named = {name: None if name in _SIZES else arguments[name] for name in sorted(arguments)}
     leaves, spec = tree_flatten(named)
     counts = "num_items_in_batch" in arguments
     called = getattr(arguments, "module", ""), getattr(arguments, "only_loss", False)

@@ -57,6 +57,8 @@ def samples_of(inputs: Mapping[str, Any]) -> int | None:
 
     Dimension 0 of every tensor must be the samples, or 1 for what all of them share; containers could hold anything.
     """
+    if borders_in(inputs) is not None:
+        return None
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.ndim]
     samples = max((tensor.shape[0] for tensor in tensors), default=0)
     if samples < 2 or any(tensor.shape[0] not in (1, samples) for tensor in tensors):
@@ -64,6 +66,12 @@ def samples_of(inputs: Mapping[str, Any]) -> int | None:
     if any(isinstance(value, (dict, list, tuple)) for value in inputs.values()):
         return None
     return samples
+
+
+def borders_in(inputs: Mapping[str, Any]) -> str | None:
+    """Returns the name of an argument that says at which tokens the packed sequences of a row begin (`cu_seq_lens_q`);
+    None where there is none. Its entries are places among the tokens, so it cannot be cut as samples are."""
+    return next((name for name in inputs if name.startswith(("cu_seq_lens", "cu_seqlens"))), None)
 
 
 def follows(tensor: Tensor, samples: int) -> bool:

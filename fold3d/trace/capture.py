@@ -19,6 +19,7 @@ from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form, form_of, loss_in
 from fold3d.trace.batches import is_transformers_model, synthetic_example
 from fold3d.trace.blocks import find_blocks, is_alone, no_blocks
+from fold3d.trace.compound import is_compound
 from fold3d.trace.graph import CallTree, trace_graph
 from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
 from fold3d.trace.module_results import TreeStructure
@@ -134,7 +135,11 @@ def _converted(model: nn.Module, after: nn.Module) -> tuple[tuple[str, torch.dty
     """Returns the parameters whose copies have another dtype after the forward than they have, and those dtypes."""
     before = dict(model.named_parameters(remove_duplicate=False))
     pairs = ((name, copied.dtype) for name, copied in after.named_parameters(remove_duplicate=False))
-    return tuple((name, dtype) for name, dtype in pairs if name in before and before[name].dtype != dtype)
+    return tuple(
+        (name, dtype)
+        for name, dtype in pairs
+        if name in before and before[name].dtype != dtype and not is_compound(before[name])
+    )
 
 
 def run_forward(

@@ -19,6 +19,7 @@ from torch import nn
 
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form
+from fold3d.trace.compound import bytes_of
 from fold3d.trace.hooked_results import HookedCall
 from fold3d.trace.known_values import NONE, Decisions
 from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value
@@ -121,7 +122,10 @@ class Trace:
     def parameter_bytes(self, model: nn.Module) -> dict[str, int]:
         """Returns the bytes of each parameter of `model`, the one recorded, in the dtype in which it is trained."""
         converted = dict(self.converted)
-        return {name: p.numel() * converted.get(name, p.dtype).itemsize for name, p in model.named_parameters()}
+        return {
+            name: p.numel() * converted[name].itemsize if name in converted else bytes_of(p)
+            for name, p in model.named_parameters()
+        }
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from fold3d.device import rng_untouched
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.caches import apart_from_caches
+from fold3d.trace.compound import compute_as_linear, holders, prepare_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape
 
@@ -199,15 +200,14 @@ def _fill(held: Any, contents: list[Any]) -> None:
 
 
 @contextmanager
-def one_sequence_a_row() -> Iterator[None]:
-    """In its body transformers takes rows for one sequence each.
+def one_sequence_a_row(example: Mapping[str, Any]) -> Iterator[None]:
+    """In its body transformers takes rows for one sequence each, unless positions in `example` say that they are more.
 
-    Whether they are several it reads off position_ids; without values it would take that for granted, and every block
-    would keep a mask.
+    It reads that off position_ids; without values it would take several for granted, and every block would keep a mask.
     """
     masks = sys.modules.get("transformers.masking_utils")
     found = getattr(masks, "find_packed_sequence_indices", None)
-    if masks is None or found is None:
+    if masks is None or found is None or _packs(example.get("position_ids")):
         yield
         return
     vars(masks)["find_packed_sequence_indices"] = lambda *_, **__: None
@@ -215,6 +215,13 @@ def one_sequence_a_row() -> Iterator[None]:
         yield
     finally:
         vars(masks)["find_packed_sequence_indices"] = found
+
+
+def _packs(positions: object) -> bool:
+    """Whether positions [batch, tokens] say that a row holds several sequences."""
+    if not isinstance(positions, Tensor) or positions.is_meta or positions.ndim != 2:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu") -> nn.Module:
@@ -233,6 +240,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
                 if isinstance(made, nn.Parameter) and not made.requires_grad and made.is_floating_point():
                     made.requires_grad_()  # a copy's `__setstate__` may give it hooks
                     frozen.append(made)
+    compound = list(holders(model))
+    for _, module in compound:
+        prepare_copy(module, memo)
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
@@ -245,6 +255,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     drop_wrappers(shadow)
     for module in shadow.modules():
         drop_hooks(module, is_users)
+
+    def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
+        made: Any = fake(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False), mode, device)
+        return made  # type: ignore[no-any-return]
+
+    for name, _ in compound:
+        compute_as_linear(shadow.get_submodule(name), weight)
     return shadow
 
 

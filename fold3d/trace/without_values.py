@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.trace.known_values import MOST, KnownValues, compare_drawn
+from fold3d.trace.liger import without_kernels
 
 _attention = torch.nn.functional.scaled_dot_product_attention
 _fused = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -166,20 +167,21 @@ class WithoutValues(FakeTensorMode):
         self.known = KnownValues()
         self._inside = False
         self._validated: list[bool] = []
-        self._converting: list[AbstractContextManager[None]] = []
+        self._around: list[ExitStack] = []
 
     def __enter__(self) -> WithoutValues:
         """torch's distributions do not check what they are made of: that decides about nothing but an error."""
         self._validated.append(Distribution._validate_args)
         Distribution.set_default_validate_args(False)
-        self._converting.append(converting())
-        self._converting[-1].__enter__()
+        self._around.append(ExitStack())
+        self._around[-1].enter_context(converting())
+        self._around[-1].enter_context(without_kernels())
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._converting.pop().__exit__(*raised)
+        self._around.pop().__exit__(*raised)
         Distribution.set_default_validate_args(self._validated.pop())
 
     def forget(self) -> None:

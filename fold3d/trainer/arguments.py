@@ -77,6 +77,7 @@ class TrainingArguments(transformers.TrainingArguments):
     offload_disk: str | None = of_config("offload_disk")
     offload_optimizer: bool = of_config("offload_optimizer")
     kernels: str = of_config("kernels")
+    chunked_loss: int | None = of_config("chunked_loss")
     blocks: str = of_config("blocks")
     partition: str = of_config("partition")
     recompute: FlagOrAuto = of_config("recompute")

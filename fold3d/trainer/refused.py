@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
@@ -12,6 +12,9 @@ from transformers.integrations.integration_utils import WandbCallback
 
 from fold3d.checkpoint import adapter_files, has_adapters
 from fold3d.errors import ConfigError
+from fold3d.trace.compound import is_compound
+from fold3d.weights.quantise import waiting_to_be_quantised
+from fold3d.weights.release import is_released
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"
 _WHOLE_CAST = (
@@ -19,17 +22,14 @@ _WHOLE_CAST = (
     "bf16=True, which evaluates under autocast as well"
 )
 
+_WITH_VALUES = "load the base model with its weights (from_pretrained) before get_peft_model"
+
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16_full_eval": (bool, _WHOLE_CAST),
     "bf16_full_eval": (bool, _WHOLE_CAST),
     "deepspeed": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "fsdp": (bool, "fold3d places the model itself; remove it and set dp, pp and segments"),
     "parallelism_config": (lambda value: value is not None, "set dp, pp and segments instead"),
-    "use_liger_kernel": (
-        bool,
-        "its Triton kernels need values in a GPU's memory, and fold3d records the model, head included, on tensors "
-        "without values before it is cut or replicated; leave it out",
-    ),
     "save_on_each_node": (
         bool,
         "a checkpoint is one folder, which all processes write and read; put output_dir where all nodes see it",
@@ -55,11 +55,28 @@ def refuse_unsupported(args: transformers.TrainingArguments) -> None:
         value = getattr(args, name)
         if is_set(value):
             raise ConfigError(f"{name}={getattr(value, 'value', value)!r} is not available: {reason}")
+    if args.use_liger_kernel:
+        _refuse_fused_losses(dict(args.liger_kernel_config or {}), getattr(args, "tp", 1))
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{variable} is set: fold3d places the model itself; start the script with torchrun")
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp8":
         raise ConfigError("ACCELERATE_MIXED_PRECISION=fp8 is not available; use bf16=True")
+
+
+def _refuse_fused_losses(config: Mapping[str, Any], tp: int) -> None:
+    if config.get("fused_linear_cross_entropy", True) or config.get("cross_entropy", False):
+        raise ConfigError(
+            "use_liger_kernel=True is not available with Liger's losses: they compute with the output head's weight, "
+            "of which this process may have nothing, or a part. Set liger_kernel_config="
+            "{'fused_linear_cross_entropy': False, 'cross_entropy': False}, which keeps its norms, SwiGLU and rotary "
+            "embeddings, and chunked_loss=1024 for a loss without the logits of all tokens"
+        )
+    if tp > 1:
+        raise ConfigError(
+            f"use_liger_kernel=True with tp={tp} is not available: how a block is divided is proved by running its "
+            "parts on the CPU, where Triton's kernels do not run; set tp=1, or leave it out"
+        )
 
 
 def refuse_model(model: Module) -> None:
@@ -70,16 +87,31 @@ def refuse_model(model: Module) -> None:
             "give the Trainer peft.get_peft_model(model, config)"
         )
     if has_adapters(model):
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError(
-                "a PeftModel on the meta device is not available: its adapters have no values to begin with; load the "
-                "base model (from_pretrained) before get_peft_model"
-            )
+        _refuse_adapters_without_values(model)
         adapter_files(model, embeddings=False)
     if getattr(model, "hf_device_map", None) is not None:
         raise ConfigError("the model was loaded with device_map, but fold3d places it; load it without")
-    if getattr(model, "quantization_method", None) is not None:
-        raise ConfigError("quantised models are not available: load the model without quantization_config")
+    method = getattr(model, "quantization_method", None)
+    if method is not None and not any(map(is_compound, model.parameters())) and not waiting_to_be_quantised(model):
+        raise ConfigError(
+            f"{getattr(method, 'value', method)} keeps its weights in buffers, which every process would hold whole; "
+            "quantise with bitsandbytes (BitsAndBytesConfig) or torchao (TorchAoConfig), or load the model as it is"
+        )
+
+
+def _refuse_adapters_without_values(model: Any) -> None:
+    if not any(is_released(one) or one.is_meta for one in model.parameters()):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and parameter.requires_grad and "lora_" not in name and "modules_to_save" not in name:
+            raise ConfigError(f"{name} is an adapter on the meta device that only PEFT can begin; {_WITH_VALUES}")
+    for adapter, config in model.peft_config.items():
+        begins = getattr(config, "init_lora_weights", None)
+        if begins is not True and begins != "gaussian":
+            raise ConfigError(
+                f"adapter {adapter!r} has init_lora_weights={begins!r}, and the model lies on the meta device, where "
+                f"LoRA begins with True or 'gaussian'; {_WITH_VALUES}"
+            )
 
 
 def refuse_callbacks(callbacks: list[Any]) -> None:

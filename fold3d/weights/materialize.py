@@ -14,6 +14,7 @@ from fold3d.weights.named_init import initialise
 from fold3d.weights.part_marks import mark_part
 from fold3d.weights.parts import Parts, check_shape
 from fold3d.weights.pretrained import load
+from fold3d.weights.quantise import quantise, waiting_to_be_quantised
 from fold3d.weights.release import parameter_holders, replace_parameter
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ def materialize(
     Values come from `folder` where given, else (and for what the folder lacks, with a warning) from the
     model's own initialisation, with random numbers that depend on (seed, name) only: any subset gets the same
     bits. Parameters and buffers that are real already keep their values; tied parameters stay tied;
-    parameters outside `keep` stay on meta.
+    parameters outside `keep` stay on meta. What transformers was told to quantise is read, quantised and let go of one
+    weight at a time.
 
     Of a parameter that is spread over a tensor-parallel group only this rank's part gets memory, with the bits that it
     has in the whole; values of the whole are drawn one parameter at a time.
@@ -50,8 +52,13 @@ def materialize(
     _refuse_lost_attributes(model)
     groups: dict[str, tuple[str, ...]] = {}
     fresh: dict[str, Tensor] = {}
+    waiting = waiting_to_be_quantised(model)
+    later: list[str] = []
     for parameter, names in parameter_holders(model):
         if parameter.is_meta and not keep.isdisjoint(names):
+            if names[0] in waiting:
+                later.append(names[0])
+                continue
             if (shard := parts.shard_of(names[0])) is not None:
                 check_shape(names[0], shard, parameter.shape)
             part = _unset_like(parameter, parts.shape(names[0], parameter.shape))
@@ -66,8 +73,10 @@ def materialize(
     fresh.update(buffers)
     versions = {name: tensor._version for name, tensor in fresh.items()}
     loaded = load(model, fresh, groups, folder, parts) if folder is not None else set()
+    if later:
+        quantise(model, later, folder)
     rest = {name: tensor for name, tensor in fresh.items() if name not in loaded}
-    absent = [name for name in rest if name not in buffers]
+    absent = [name for name in rest if name not in buffers and "lora_" not in name]
     if folder is not None and absent:
         _log.warning(
             "%s has no values for %d parameters (%s%s); they start from their initial values",

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import MissingWeightsError
+from fold3d.trace.compound import is_compound, mark_compound
 from fold3d.trace.wrappers import whole_shape
 
 _DEVICE = Tensor.device.__get__
@@ -123,8 +124,11 @@ class MissingWeight(_Missing, nn.Parameter):
 
     def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
         whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
-        like = parameter.detach().to("meta") if whole.shape == parameter.shape else whole
+        compound = is_compound(parameter)
+        like = parameter.detach().to("meta") if whole.shape == parameter.shape and not compound else whole
         made: MissingWeight = Tensor._make_subclass(cls, like, False)
+        if compound:
+            mark_compound(made)
         made.call_it(name)
         made.trainable = getattr(parameter, "trainable", parameter.requires_grad)
         return made

@@ -74,6 +74,7 @@ def _initialise(model: nn.Module, fresh: Mapping[str, Tensor], seed: int, module
             if not any(not outer or name == outer or name.startswith(f"{outer}.") for outer in covered):
                 _initialise_plain(name, module, filler)
                 module_done()
+        _initialise_adapters(model, filler)
 
 
 class _Filler:
@@ -151,6 +152,15 @@ def _initialise_transformers(prefix: str, model: Any, filler: _Filler, module_do
             del submodel._initialize_weights
         for thing in marked:
             vars(thing).pop(_DONE, None)
+
+
+def _initialise_adapters(model: Any, filler: _Filler) -> None:
+    """LoRA begins with a product of zero, as PEFT's own layers say, and not as other linear layers of the model."""
+    for adapter, config in getattr(model, "peft_config", {}).items():
+        with _replaced(torch.nn.init, filler):
+            for module in model.modules():
+                if callable(getattr(module, "reset_lora_parameters", None)):
+                    module.reset_lora_parameters(adapter, getattr(config, "init_lora_weights", False))
 
 
 def _seeded(

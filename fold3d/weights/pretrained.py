@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
 from fold3d.trace.batches import is_transformers_model
+from fold3d.trace.compound import is_compound
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.conversions import conversions
 from fold3d.weights.part_reader import read_part
@@ -23,6 +25,8 @@ from fold3d.weights.safetensors_header import DTYPES, Stored, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PEFT = "base_model.model."
+"""What PEFT puts before all names."""
 
 
 class PretrainedFolder:
@@ -45,9 +49,11 @@ class PretrainedFolder:
         folder has.
 
         Follows transformers' renamings of older checkpoints and the prefix of the base model ("transformer."
-        in GPT-2), which may be there or not.
+        in GPT-2), which may be there or not; and leaves out what PEFT adds to names.
         """
-        wanted = {n for n, _ in model.named_parameters(remove_duplicate=False)} | {n for n, _ in model.named_buffers()}
+        wanted: dict[str, list[str]] = {}
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+            wanted.setdefault(_without_adapters(name), []).append(name)
         renamings = _renamings(model)
         prefix = getattr(model, "base_model_prefix", "")
         found: dict[str, str] = {}
@@ -57,7 +63,7 @@ class PretrainedFolder:
                 renamed = renaming.rename_source_key(renamed)[0]
             for name in (key, renamed, f"{prefix}.{renamed}", renamed.removeprefix(f"{prefix}.")):
                 if name in wanted:
-                    found[name] = key
+                    found.update(dict.fromkeys(wanted[name], key))
                     break
         return found
 
@@ -204,7 +210,7 @@ def check_folder(model: nn.Module, folder: str | Path) -> None:
     if not known and not any(one.may_make(tensors) for one in conversions(model, source.keys())):
         raise _none_of(source, model)
     for name, key in known.items():
-        if tensors[name].is_meta:  # what has values keeps them, such as a new head
+        if tensors[name].is_meta and not is_compound(tensors[name]):  # what has values keeps them, such as a new head
             _check_shape(source, key, source.shape(key), model, name, whole_shape(tensors[name]))
 
 
@@ -225,13 +231,21 @@ def _check_shape(
         )
 
 
-def _renamings(model: nn.Module) -> list[Any]:
+def _without_adapters(name: str) -> str:
+    """Returns what a parameter is called in the model that PEFT has wrapped."""
+    if not name.startswith(_PEFT):
+        return name
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.", ".", name.removeprefix(_PEFT))
+
+
+def _renamings(model: Any) -> list[Any]:
+    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     if not is_transformers_model(model):
         return []
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    return [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]  # type: ignore[arg-type]
+    return [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
 
 
 def _header(file: Path) -> dict[str, Stored]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fold3d.trace.compound import holders, let_go
 from fold3d.weights.missing import MissingWeight
 
 
@@ -15,12 +16,16 @@ def release(model: nn.Module, keep: set[str]) -> None:
     memory.
 
     The model, its modules and all names stay; a released parameter is a `MissingWeight`. Tied parameters stay tied,
-    buffers stay. The memory is free once nobody else (an optimizer, for one) holds the old parameter.
+    buffers stay. With a compound parameter goes what its module has of it. The memory is free once nobody else (an
+    optimizer, for one) holds the old parameter.
     """
-    holders = parameter_holders(model)
-    for parameter, names in holders:
+    compound = [module for _, module in holders(model)]
+    for parameter, names in parameter_holders(model):
         if keep.isdisjoint(names) and not isinstance(parameter, MissingWeight):
             replace_parameter(model, names, MissingWeight(parameter, names[0]))
+    for module in compound:
+        if all(isinstance(one, MissingWeight) for one in module._parameters.values() if one is not None):
+            let_go(module)
 
 
 def is_released(parameter: nn.Parameter) -> bool:

@@ -26,6 +26,10 @@ MELODIES = (
     *("--layers", "2", "--hidden", "32", "--seconds", "1", "--samples", "32", "--eval_samples", "12"),
     *("--letters", "4", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
 )
+SENTENCES = (
+    *("--layers", "2", "--hidden", "32", "--samples", "40", "--eval_samples", "12", "--lora_r", "2"),
+    *("--max_length", "24", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
+)
 SMALL = {
     "finetune_bert_classification.py": (
         *("--layers", "2", "--hidden", "32", "--samples", "20", "--eval_samples", "12", "--length", "24"),
@@ -41,13 +45,12 @@ SMALL = {
     ),
     "whisper_ctc_or_seq2seq.py": MELODIES,
     "whisper_ctc_or_seq2seq.py --ctc": ("--ctc", *MELODIES),
-    "sft_lora.py": (
-        *("--layers", "2", "--hidden", "32", "--samples", "40", "--eval_samples", "12", "--lora_r", "2"),
-        *("--max_length", "24", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "6"),
-    ),
+    "sft_lora.py": SENTENCES,
+    "sft_lora.py --packing": ("--packing", *SENTENCES),
+    "sft_lora.py --load_in_4bit": ("--load_in_4bit", *SENTENCES),
 }
-IN_SINGLE = {"whisper_ctc_or_seq2seq.py"}
-"""Examples that cannot run in double precision: the feature extractors do not."""
+IN_SINGLE = ("whisper_ctc_or_seq2seq.py", "--load_in_4bit")
+"""Examples, and options, that cannot run in double precision: feature extractors and 4-bit kernels do not."""
 STOCK = re.compile(r"^( *)(.*\S) +# stock: (.*)$", re.MULTILINE)
 """A line of an example that differs from the stock script, and what stands there; "..." are the same names."""
 
@@ -79,7 +82,8 @@ def run(script: str, folder: str, arguments: Sequence[str]) -> list[dict[str, An
     logging.getLogger("transformers").setLevel(logging.ERROR)
     before, default = sys.argv, torch.get_default_dtype()
     sys.argv = [script, "--output_dir", folder, "--disable_tqdm", "True", *arguments]
-    torch.set_default_dtype(torch.float32 if Path(script).name in IN_SINGLE else torch.float64)
+    single = not {Path(script).name, *arguments}.isdisjoint(IN_SINGLE)
+    torch.set_default_dtype(torch.float32 if single else torch.float64)
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

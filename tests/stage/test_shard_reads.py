@@ -75,7 +75,7 @@ def test_a_part_of_a_block_is_not_called_alone() -> None:
         lambda model: model[2][0](torch.ones(3)),
         lambda model: Around(model[2])(torch.ones(3)),
     ):
-        with pytest.raises(ConfigError, match="the weight '2.0.weight', of which each rank"):
+        with pytest.raises(ConfigError, match=r"the weight '2\.0\.weight', of which each rank"):
             watched(sharded(), code)
 
 
@@ -92,7 +92,9 @@ class Around(nn.Module):
 
 def test_a_gradient_that_is_summed_over_the_ranks() -> None:
     watched(sharded(), lambda model: model[2](torch.ones(3)))
-    with pytest.raises(ConfigError, match="the weight '2.0.bias'. Its gradient is the sum of .*sequence_parallel=False"):
+    with pytest.raises(
+        ConfigError, match=r"the weight '2\.0\.bias'. Its gradient is the sum of .*sequence_parallel=False"
+    ):
         watched(sharded(), lambda model: model[2][0].bias.square().sum())
 
 

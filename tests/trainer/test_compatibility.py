@@ -76,10 +76,10 @@ def placed(model: torch.nn.Module) -> None:
 
 
 def quantised(model: torch.nn.Module) -> None:
-    model.quantization_method = "bitsandbytes"  # type: ignore[assignment]
+    model.quantization_method = "gptq"  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("change, words", [(placed, "device_map"), (quantised, "quantised")])
+@pytest.mark.parametrize("change, words", [(placed, "device_map"), (quantised, "gptq keeps its weights in buffers")])
 def test_models_that_are_refused(change: Callable[..., None], words: str) -> None:
     model = torch.nn.Linear(2, 2)
     change(model)

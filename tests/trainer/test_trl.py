@@ -39,7 +39,7 @@ def compare(job: TrlJob, ranks: RankPool, layout: dict[str, Any]) -> list[Outcom
     replicas = layout.get("dp", 1)
     Path(job.folder).mkdir(exist_ok=True)
     stock = run(replace(job, folder=job.folder + "/stock"), None, replicas)
-    found: list[Outcome] = ranks.run(run, replicas * layout.get("pp", 1), job, layout)
+    found: list[Outcome] = ranks.run(run, replicas * layout.get("pp", 1) * layout.get("tp", 1), job, layout)
     for ours in found:
         assert_same(ours, stock, replicas)
     return found
@@ -55,6 +55,18 @@ def compare(job: TrlJob, ranks: RankPool, layout: dict[str, Any]) -> list[Outcom
 )
 def test_sft(layout: dict[str, Any], arguments: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     compare(TrlJob(str(tmp_path), "SFT", {"gradient_checkpointing": False} | arguments), ranks, layout)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped", "bfd_split"])
+@pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"pp": 2, "segments": 2}, {"tp": 2}], ids=str)
+def test_sft_packs(strategy: str, layout: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"packing": True, "packing_strategy": strategy, "gradient_checkpointing": False, "max_length": 12}
+    compare(TrlJob(str(tmp_path), "SFT", arguments | {"max_steps": 2}, samples=64), ranks, layout)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_sft_with_shards(lora: bool, ranks: RankPool, tmp_path: Path) -> None:
+    compare(TrlJob(str(tmp_path), "SFT", {"gradient_checkpointing": False}, lora=lora), ranks, {"tp": 2})
 
 
 FOLDED = {"dp": 2, "pp": 2, "segments": 2, "bucket_bytes": 1, "dp_sync": "zero1"}

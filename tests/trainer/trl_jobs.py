@@ -31,6 +31,7 @@ class TrlJob:
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    samples: int = 24
     reference: bool = False
     """Whether DPO gets a reference model; else it is the model itself without its adapter."""
 
@@ -110,7 +111,7 @@ def run(job: TrlJob, layout: dict[str, Any] | None, replicas: int = 1) -> Outcom
     trainer = trainer_class(
         model=model,
         args=arguments_class(**arguments, **(layout or {})),
-        train_dataset=dataset(job.folder, job.method, 24, 4),
+        train_dataset=dataset(job.folder, job.method, job.samples, 4),
         eval_dataset=dataset(job.folder, job.method, 4, 6),
         processing_class=tokenizer(),
         **named,

@@ -45,6 +45,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.stage.offload import room_for_pools
 from fold3d.tensor_parallel.alike import make_alike
+from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.trace import Trace
 from fold3d.trace.batches import synthetic_example
 from fold3d.trace.wrappers import users_hooks
@@ -213,16 +214,23 @@ def profile_of(
         seconds: about how long to measure.
     Raises: whatever the model raises.
     """
+    tokens = config.chunked_loss
+
+    def prepare(copied: Module) -> None:
+        if tokens is not None:
+            install_chunked_loss(copied, tokens, tells=False)
+
     profile = profile_model(
         *(model, recording, example, device),
         recompute=Recompute() if config.recompute == AUTO else Recompute.parse(config.recompute),
         optimizer=optimizer,
         autocast=autocast,
+        prepare=prepare,
         seconds=seconds,
     )
     if sharding is not None:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layers = layers_of_a_shard(model, recording, example, sharding, device, autocast)
+        layers = layers_of_a_shard(model, recording, example, sharding, device, autocast, prepare)
         profile = of_a_shard(profile, recording, sharding, shapes, layers)
         profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
         if config.tp_overlap != "none":

@@ -46,7 +46,7 @@ class VocabularyParallelLogits(ColumnParallel):
                 return rule(call)
             except NeedsWhole:
                 return _on_whole(call)
-        if _goes_beneath(call):
+        if looks_at_no_element(call):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*call.args, **call.kwargs)
         if _writes(call):
@@ -82,7 +82,8 @@ def gathered(value: Any) -> Any:
     return tree_map_only(ColumnParallel, ColumnParallel.whole, value)
 
 
-def _goes_beneath(call: Call) -> bool:
+def looks_at_no_element(call: Call) -> bool:
+    """Whether a function asks for shapes and the like, or is an operator, which goes below autograd."""
     if isinstance(call.function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return True  # an operator, such as a dispatch mode calls: `beneath` has it
     kind = getattr(call.function, "__name__", "")
