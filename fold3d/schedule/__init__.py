@@ -18,7 +18,17 @@ from fold3d._C import (
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
-from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate, validate_room
+from fold3d.schedule.library import (
+    forward_only,
+    generate,
+    lower,
+    names,
+    registry,
+    shortened,
+    validate,
+    validate_room,
+    without_flush,
+)
 
 __all__ = [
     "Action",
@@ -45,4 +55,5 @@ __all__ = [
     "validate",
     "validate_room",
     "waits_for",
+    "without_flush",
 ]

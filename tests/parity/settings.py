@@ -83,6 +83,7 @@ ELSEWHERE = {
     "memory_limit": "lets the planner choose among the settings here; tests/dist/test_memory_limit.py",
     "loss_reduction": "says what a family's loss is; with micro_batch_size here, and tests/engine/test_division.py",
     "offload_pool": "a size; tests/dist/test_offload.py",
+    "flush": "for one schedule, and losses come a step later; tests/engine and tests/dist/test_without_flush.py",
     "seed": "says which masks and weights are drawn, and so changes numbers; tests/dist/test_parity_dropout.py",
     "comm_timeout": "seconds; tests/dist/test_failure*.py",
     "patience": "seconds; tests/dist/test_failure*.py",
