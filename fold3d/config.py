@@ -227,6 +227,15 @@ class ParallelConfig:
     )
     """1: the optimizer takes the gradients of the step before, so that their sums have a whole step to travel. The
     weights are no more those of exact training: see docs/late-gradients.md. 0: those of its own step."""
+    flush: bool = setting(
+        True,
+        "Whether the pipeline runs empty between optimizer steps. False, with gradient_delay=1, schedule 1f1b and one "
+        "segment (PipeDream-2BW): it does not, at the price of a second version of the weights; on the CPU.",
+    )
+    """Whether the pipeline runs empty between optimizer steps. False (PipeDream-2BW): it does not, which is faster with
+    few micro-batches; the weights are, bit for bit, those of `gradient_delay=1`, which it needs, and there are two
+    versions of them. For the schedule "1f1b" with one segment, and at least as many micro-batches as stages; on the
+    CPU. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
@@ -371,9 +380,42 @@ class ParallelConfig:
             )
 
     def _check_flags(self) -> None:
-        for name in ("preempt", "offload_optimizer"):
+        for name in ("preempt", "offload_optimizer", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not self.flush:
+            self._check_without_flush()
+
+    def _check_without_flush(self) -> None:
+        if self.schedule == AUTO:
+            object.__setattr__(self, "schedule", "1f1b")
+        needed: dict[str, tuple[Any, ...]] = {
+            "gradient_delay": (1,),
+            "schedule": ("1f1b",),
+            "segments": (1,),
+            "tp": (1,),
+            "micro_batch_size": (None,),
+            "memory_limit": (None,),
+            "offload": (AUTO, "none"),
+            "offload_optimizer": (False,),
+        }
+        for name, values in needed.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(
+                    f"flush=False is not available with {name}={getattr(self, name)!r}; set {name}={values[0]!r}, or "
+                    "flush=True"
+                )
+        if self.pp < 2:
+            raise ConfigError("flush=False has no effect with pp=1: there is no pipeline; set pp, or flush=True")
+        if self.recompute != AUTO and any(choice.full for choice in Recompute.parse(self.recompute).choices):
+            raise ConfigError(
+                f'flush=False is not available with recompute={self.recompute!r}; set recompute="blocks", or flush=True'
+            )
+        if self.micro_batches < self.pp:
+            raise ConfigError(
+                f"flush=False needs at least as many micro-batches as stages, here {self.pp}, and micro_batches (of "
+                f"the Trainer: gradient_accumulation_steps) is {self.micro_batches}; raise it, or set flush=True"
+            )
 
     def _check_seconds(self) -> None:
         for name in ("comm_timeout", "patience"):

@@ -16,6 +16,7 @@
 #include "core/partition.h"
 #include "core/passes/grid.h"
 #include "core/passes/lower.h"
+#include "core/passes/repeat.h"
 #include "core/passes/validate.h"
 
 namespace py = pybind11;
@@ -101,6 +102,13 @@ void bind_schedule(py::module_& module) {
       py::arg("offload") = std::vector<bool>{}, py::arg("prefetch_distance") = 2, py::arg("lazy") = false,
       py::arg("offload_share") = 1.0);
   module.def("validate", &core::validate, py::arg("schedule"), py::arg("forward_only") = false);
+  module.def(
+      "without_flush",
+      [](const std::string& name, int pp, int segments, int micro_batches) {
+        core::Repeating lists = core::without_flush(name, Shape{pp, segments, micro_batches});
+        return std::make_tuple(std::move(lists.first), std::move(lists.every), std::move(lists.drain));
+      },
+      py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"));
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(
       "validate_room",

@@ -41,8 +41,9 @@ struct PyRun {
 };
 
 /// A Python object with forward(micro_batch, tensors) -> (tensors, result), which in schedules with OFFLOAD gets a
-/// StashBatch besides, and reduce() -> None; and, for schedules with RECOMPUTE, forward_first(micro_batch, tensors) ->
-/// (tensors, result, kept) and recompute(micro_batch, tensors, kept) -> tensors.
+/// StashBatch besides, and reduce() -> None; turn_to(step_before) in runs without a flush; and, for schedules with
+/// RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and recompute(micro_batch, tensors, kept)
+/// -> tensors.
 class PyChunk final : public runtime::Chunk {
  public:
   explicit PyChunk(py::object chunk) : chunk_(std::move(chunk)), forward_(chunk_.attr("forward")) {}
@@ -79,6 +80,11 @@ class PyChunk final : public runtime::Chunk {
     const py::gil_scoped_acquire gil;
     const py::object sent = chunk_.attr("recompute")(input_of(micro_batch), std::move(inputs), std::move(kept));
     return sent.cast<std::vector<at::Tensor>>();
+  }
+
+  void turn_to(bool step_before) override {
+    const py::gil_scoped_acquire gil;
+    chunk_.attr("turn_to")(step_before);
   }
 
   void reduce() override {
@@ -152,7 +158,7 @@ class PyExecutor {
   ~PyExecutor() { close(); }
 
   std::vector<py::object> run(const core::Schedule& schedule, int stage, bool backward,
-                              std::vector<py::object> micro_batches) {
+                              std::vector<py::object> micro_batches, bool goes_on, bool is_left) {
     // They stay alive: what runs in a chunk, such as a loss or a signal's handler, may close.
     std::shared_ptr<runtime::Executor> copy = open_executor();
     const std::vector<std::shared_ptr<PyChunk>> chunks = chunks_;
@@ -165,7 +171,7 @@ class PyExecutor {
     try {
       const py::gil_scoped_release release;
       const std::shared_ptr<runtime::Executor> executor = std::move(copy);  // goes without the GIL, as in close()
-      executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward);
+      executor->run(schedule.shape, schedule.ranks.at(static_cast<std::size_t>(stage)), backward, {goes_on, is_left});
     } catch (...) {
       use(nullptr);
       throw;
@@ -334,9 +340,10 @@ void bind_runtime(py::module_& module) {
           "`clock`: of the device; None: one of its own. `makes_room`: whether DP.sync lets messages pass; the same on "
           "every rank. `style`: on which stages the chunks of the schedules live.")
       .def("run", &PyExecutor::run, py::arg("schedule"), py::arg("stage"), py::arg("backward"),
-           py::arg("micro_batches"),
+           py::arg("micro_batches"), py::arg("goes_on") = false, py::arg("is_left") = false,
            "Runs one rank's part of a lowered schedule; `micro_batches`: what each forward is given, anything, by "
-           "number. Returns the results of the last chunk's forwards in the same order, None of other chunks'.")
+           "number. Returns the results of the last chunk's forwards in the same order, None of other chunks'. "
+           "`goes_on`: with what the run before has left. `is_left`: another run goes on with what this one leaves.")
       .def("abort", &PyExecutor::abort, py::arg("reason"), "Ends all communication; any thread.")
       .def("current_action", &PyExecutor::current_action, "Text of the action in progress, empty between runs.")
       .def("take_spans", &PyExecutor::take_spans,

@@ -68,6 +68,11 @@ def add(subcommands: Any) -> None:
         help="1: gradients are taken a step later, and their sums travel under all of it; default 0",
     )
     made.add_argument(
+        "--no-flush",
+        action="store_true",
+        help="the pipeline does not run empty between steps, with 1f1b and --gradient-delay 1 (PipeDream-2BW)",
+    )
+    made.add_argument(
         "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
     )
     made.add_argument(
@@ -112,8 +117,13 @@ def run(options: argparse.Namespace) -> None:
     moves = Spared(whole, leaves).offloaded(len(again))
     if not leaves.nothing and not moves:
         raise ConfigError(f"--offload {leaves} has no effect: no chunk recomputes; set --recompute full")
+    kept = schedule  # as many stashes as without a flush
+    if options.no_flush:
+        schedule = _without_flush(options, schedule, others=options.recompute is not None or bool(moves))
     if options.recompute is not None or moves:
-        schedule = schedules.lower(schedule, reduce=True, recompute=again, offload=moves, offload_share=leaves.share)
+        kept = schedule = schedules.lower(
+            schedule, reduce=True, recompute=again, offload=moves, offload_share=leaves.share
+        )
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")
@@ -165,13 +175,25 @@ def run(options: argparse.Namespace) -> None:
     )
     print(_report(schedule, prediction))
     if options.saved is not None:
-        print(memory_table(even_curves(schedule, work, cluster, saved, dp_sync=options.dp_sync)))
+        curves = even_curves(kept, work, cluster, saved, dp_sync=options.dp_sync, versions=1 + options.no_flush)
+        print(memory_table(curves))
     if options.png:
         from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         print(options.png)
+
+
+def _without_flush(options: argparse.Namespace, schedule: Schedule, *, others: bool) -> Schedule:
+    """Returns what the ranks run of each step. Raises: ConfigError for what does not go without a flush."""
+    from fold3d import schedule as schedules
+
+    if options.gradient_delay != 1:
+        raise ConfigError("--no-flush needs late gradients; set --gradient-delay 1")
+    if options.schedule != "1f1b" or others:
+        raise ConfigError("--no-flush is for schedule 1f1b, without --recompute and --offload; leave them out")
+    return schedules.without_flush("1f1b", pp=schedule.pp, micro_batches=schedule.micro_batches)[1]
 
 
 def _check_sizes(options: argparse.Namespace) -> None:

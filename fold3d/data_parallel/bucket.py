@@ -66,6 +66,7 @@ class Bucket:
         key: of the bucket and its set, for who moves them.
         gradients: [n], n a multiple of the number of replicas; what lies behind a parameter is padding.
         weights: [n], the parameters' own memory, once `flatten_parameters` was called; else None.
+        versions: [n] each, where weights have several that take turns: `weights` is the newest.
         views: per parameter, its gradient in the flat tensor.
         used: per parameter, whether any micro-batch of this step gave it a gradient.
     """
@@ -90,15 +91,12 @@ class Bucket:
         total = _round_up(self._starts[-1], replicas * _ALIGN)
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
         self.weights: Tensor | None = None
+        self.versions: list[Tensor] = []
         self._pending: list[PendingGradient] = []
         self._others: list[tuple[int, Tensor, list[Tensor], list[bool]]] = []
         for key in reversed(self.keys):
             flat = torch.zeros(total, dtype=dtype, device=first.device)
-            views = [
-                laid_out(flat[start : start + parameter.numel()], parameter)
-                for start, parameter in zip(self._starts, self.parameters, strict=False)
-            ]
-            self._others.append((key, flat, views, [False] * len(sizes)))
+            self._others.append((key, flat, self.views_of(flat), [False] * len(sizes)))
         self.key, self.gradients, self.views, self.used = self._others.pop()
         width = total // replicas
         self.shard = slice(rank * width, (rank + 1) * width)
@@ -121,6 +119,13 @@ class Bucket:
         self._others.append((self.key, self.gradients, self.views, self.used))
         self.key, self.gradients, self.views, self.used = self._others.pop(0)
 
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns the parts of a flat tensor that are the parameters', in their shapes."""
+        return [
+            laid_out(flat[start : start + parameter.numel()], parameter)
+            for start, parameter in zip(self._starts, self.parameters, strict=False)
+        ]
+
     def flatten_parameters(self) -> None:
         """Moves the parameters into one flat tensor, so that an all-gather can write them in place.
 
@@ -130,16 +135,15 @@ class Bucket:
             dtypes = {parameter.dtype for parameter in self.parameters}
             assert len(dtypes) == 1, "a bucket holds parameters of one dtype"
             self.weights = torch.zeros(self.gradients.numel(), dtype=dtypes.pop(), device=self.gradients.device)
-        for start, parameter in zip(self._starts, self.parameters, strict=False):
-            view = laid_out(self.weights[start : start + parameter.numel()], parameter)
+        for parameter, view in zip(self.parameters, self.views_of(self.weights), strict=True):
             view.copy_(parameter.data)
             parameter.data = view
 
     def holds(self, parameter: Parameter) -> bool:
-        """Whether the parameter's memory is in `weights`."""
+        """Whether the parameter's memory is in `weights`, or in another of the `versions`."""
         assert self.weights is not None
-        begin = self.weights.data_ptr()
-        return begin <= parameter.data_ptr() < begin + self.weights.nbytes
+        flats = self.versions or [self.weights]
+        return any(flat.data_ptr() <= parameter.data_ptr() < flat.data_ptr() + flat.nbytes for flat in flats)
 
     def attach(self) -> None:
         """Lets autograd accumulate into the flat gradients from now on."""

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from fold3d import _C
 from fold3d.comms.consistency import compare
 from fold3d.comms.groups import Groups
+from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
@@ -105,7 +106,7 @@ class DpSync:
         self._buffers = BufferSync(cut, groups.data, progress)
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
         self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, read)
-        self._reducer = Reducer(self.buckets, uses, self._transfers.reduce, self._readiness.is_closed)
+        self._reducer = Reducer(self.buckets, uses, self._transfers.reduce, self._is_stale)
         self._optimizer: BucketwiseOptimizer | None = None
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         self._norm_dtype = gradients.norm_dtype(cut.model)  # not when the norm is made, for which all ranks wait
@@ -419,21 +420,30 @@ class DpSync:
             self._tied.sum()
         else:
             self._late.sum()
-        unused = sum(not used for bucket in self.buckets for used in bucket.used)
+        return self._agree(*self._measure(self.buckets, self._counts(self.buckets), self._groups.world))
+
+    def _counts(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Returns what all ranks add up of a step beside its norm; see `_agree`."""
+        unused = sum(not used for bucket in buckets for used in bucket.used)
+        return [unused, self._buffers.changed(), self._requires_grad() != self._trained]
+
+    def _measure(self, buckets: Sequence[Bucket], counts: list[int], world: WorldGroup) -> tuple[list[int], Tensor]:
+        """Returns the sums of `counts` over all ranks, and the norm of the buckets' gradients, fp64; all ranks call."""
         primary, shares = self._cut.primary(), self._cut.shares
-        whole = [b for b in self.buckets if self._kernels and all(p.name in primary - shares.keys() for p in b.pieces)]
-        apart = [bucket for bucket in self.buckets if bucket not in whole]
+        whole = [b for b in buckets if self._kernels and all(p.name in primary - shares.keys() for p in b.pieces)]
+        apart = [bucket for bucket in buckets if bucket not in whole]
         mine = [(p, b.gradients[p.start : p.stop]) for b in apart for p in b.pieces if p.name in primary]
         shards = [gradient for piece, gradient in mine if piece.name not in shares]
         shards += [bucket.gradients[bucket.shard] for bucket in whole]  # what pads them is zero
         weighted = [(gradient, piece.part_of(shares[piece.name])) for piece, gradient in mine if piece.name in shares]
-        trained = self._requires_grad()
-        counts = [unused, self._buffers.changed(), trained != self._trained]
-        (total, changed, refrozen), norm = gradients.all_reduce_norm(
-            counts, shards, self._groups.world, weighted, device=self._device, kernel=self._kernels
-        )
+        return gradients.all_reduce_norm(counts, shards, world, weighted, device=self._device, kernel=self._kernels)
+
+    def _agree(self, counts: Sequence[int], norm: Tensor) -> Tensor:
+        """Returns the norm as users see it, and acts on the sums of `_counts`."""
+        total, changed, refrozen = counts
         self._buffers.agree(changed > 0)
         if refrozen:
+            trained = self._requires_grad()
             names = {f"requires_grad of {name}": str(flag) for name, flag in trained.items()}
             compare(self._groups.world, {}, names)
             self._trained = trained
@@ -443,6 +453,10 @@ class DpSync:
 
     def _requires_grad(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._cut.parameters.items()}
+
+    def _is_stale(self, bucket: Bucket) -> bool:
+        """Whether gradients that come now are of weights that are not up to date."""
+        return self._readiness.is_closed(bucket)
 
     def _take_back(self) -> None:
         """Makes what `.grad` holds the step's gradients; copies of weights get those of the first that has one."""

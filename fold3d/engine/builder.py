@@ -18,10 +18,13 @@ from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.late.exchange import Exchange
 from fold3d.data_parallel.late.no_replicas import NoReplicas
+from fold3d.data_parallel.late.without_flush import Told, WithoutFlush
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
+from fold3d.engine.flow import Flow
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.cut_model import CutModel
 from fold3d.engine.planning.less_memory import LessMemory
@@ -153,6 +156,9 @@ def _connect(
     recorder = StepRecorder(executor, sync, arbiter, progress, clock, topology.pp_rank, counting)
     undo.callback(recorder.close)
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
+    flow = None
+    if isinstance(sync, WithoutFlush):
+        flow = Flow(topology, pipeline, sync, recorder, progress)
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=pipeline,
@@ -165,6 +171,7 @@ def _connect(
         memory=memory,
         changes=less.changes,
         division=_division(model, pipeline),
+        flow=flow,
     )
     memory.begin([*(part for one in cut.parameters.values() for part in parts_of(one)), *cut.model.buffers()])
     return BuiltRank(
@@ -207,10 +214,12 @@ def _gradient_sync(
             made.settle()
 
     wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
-    made = DpSync(
-        *(cut, topology, groups, rings, schedule, progress, clock, read),
-        *(config.offload_optimizer, kernels, wire, delay),
-    )
+    parts = (rings, schedule, progress, clock, read, config.offload_optimizer, kernels, wire, delay)
+    if config.flush:
+        made = DpSync(cut, topology, groups, *parts)
+    else:
+        exchange: Exchange[Told] = Exchange(topology, config.timeout_seconds, progress.life)
+        made = WithoutFlush(cut, topology, groups, *parts, exchange=exchange)
     if delay and topology.rank == 0:
         announce(logger, LATE)
     return made
@@ -248,6 +257,7 @@ def _chunks(
     return [
         PipelineChunk(
             *(v, v == last, cut.split, sync, once, None if sharded is None else sharded(v), draws),
+            turn_to=sync.turn_to if isinstance(sync, WithoutFlush) else None,
             is_end=v == numbers[-1],
             compares=topology.pp * topology.tp > 1,
         )

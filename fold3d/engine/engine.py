@@ -117,6 +117,8 @@ class Engine(state.WholeState):
         if constraints.segments is not None and config.micro_batch_size is None:  # a bad schedule ends here
             programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())
+        if not config.flush and self.device.type != "cpu":
+            raise ConfigError(f"flush=False is not available on {self.device.type}; set flush=True")
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self.planned_memory: int | None = None
@@ -266,6 +268,7 @@ class Engine(state.WholeState):
     def rest(self) -> None:
         """Another engine is about to use the model. Raises: ConfigError between `run` and the optimizer's step."""
         if self._rank is not None:
+            self._rank.step.drain()
             self._rank.sync.rest()
             self._rank.cut.remove()  # its next run puts back what it needs
 

@@ -38,8 +38,21 @@ class Pipeline:
         self._world = groups.world
         self._inputs = 0
 
-    def run(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, backward: bool) -> list[Any]:
-        """Runs this rank's actions; returns the results by micro-batch on the last stage, None of each elsewhere."""
+    def run(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        backward: bool,
+        goes_on: bool = False,
+        is_left: bool = False,
+    ) -> list[Any]:
+        """Runs this rank's actions; returns the results by micro-batch on the last stage, None of each elsewhere.
+
+        Args:
+            goes_on: with what the run before has left.
+            is_left: the next run goes on with what is left of this one.
+        """
         self._progress.begin(schedule)
         if not self._is_alone:  # as they were given: a loss function may write into them
             self._inputs = fingerprint([one.inputs for one in micro_batches])
@@ -52,7 +65,8 @@ class Pipeline:
             self._keep(micro_batches)
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
             try:
-                return self._executor.run(schedule, self._topology.pp_rank, backward, list(micro_batches))
+                stage = self._topology.pp_rank
+                return self._executor.run(schedule, stage, backward, list(micro_batches), goes_on, is_left)
             except BaseException:
                 for one in micro_batches:
                     with contextlib.suppress(Exception):  # the first error is the one to tell of
@@ -65,6 +79,9 @@ class Pipeline:
 
         Raises: ConfigError when they had not.
         """
+        return self._meet(self._own_loss(losses), micro_batches).to(torch.get_default_dtype())
+
+    def _own_loss(self, losses: Sequence[Any]) -> torch.Tensor:
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         loss = torch.zeros((), dtype=torch.float64)
         if self.has_result:
@@ -72,7 +89,18 @@ class Pipeline:
             # Whoever waits for this rank should hear that it meets nobody yet.
             with self._progress.during(f"waiting for what its own device computes in {self._progress.doing}"):
                 loss = on_device.cpu()
-        return self._meet(loss, micro_batches).to(torch.get_default_dtype())
+        return loss
+
+    def shares_of(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Returns this rank's summands, fp64, of what `loss_in` takes; meets nobody. `losses`: what `run` returned."""
+        return self._shares(micro_batches, self._topology.replica(self._topology.dp_rank), self._own_loss(losses))
+
+    def loss_in(self, sums: torch.Tensor) -> torch.Tensor:
+        """Returns the replica's loss of the sums over it of what `shares_of` returned on its ranks. Raises as
+        `sum_of_losses`."""
+        ranks = self._topology.replica(self._topology.dp_rank)
+        check_same_batch(self._topology, ranks, [int(one) for one in sums[1:].tolist()])
+        return sums[0].to(torch.get_default_dtype())
 
     def sum_over_replica(self, values: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sums of `values`, fp64, on every rank of the replica. Raises as `sum_of_losses`."""
@@ -120,12 +148,21 @@ class Pipeline:
             value: fp64, of which all get the sum.
         """
         size = 0 if value is None else value.numel()
+        shares = self._shares(micro_batches, ranks, value)
+        sum_up(shares)
+        if value is not None:
+            value.copy_(shares[:size].reshape(value.shape))
+        return [int(one) for one in shares[size:].tolist()]
+
+    def _shares(
+        self, micro_batches: Sequence[MicroBatch], ranks: Sequence[int], value: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns `value`, fp64, if there is one, and behind it a place for each of `ranks`: in this one's the
+        fingerprint of its micro-batches, 0 in the others'."""
+        size = 0 if value is None else value.numel()
         shares = torch.zeros(size + len(ranks), dtype=torch.float64)
         called = fingerprint([one.given for one in micro_batches if one.given])
         shares[size + ranks.index(self._topology.rank)] = (self._inputs + called) % 2**32
         if value is not None:
             shares[:size] = value.reshape(-1)
-        sum_up(shares)
-        if value is not None:
-            value.copy_(shares[:size].reshape(value.shape))
-        return [int(one) for one in shares[size:].tolist()]
+        return shares

@@ -218,6 +218,7 @@ class WholeState(ABC):
         late = self._late
         if late is None or late.settings is None:
             return {}, None
+        self.drain()
         return late.whole(), late.settings.saved()
 
     def load_late_gradients(
@@ -233,9 +234,17 @@ class WholeState(ABC):
                 parameter has one.
         """
         if self._late is not None:
+            self.drain()
             optimizer = self.optimizer
             is_some = settings is not None and optimizer is not None
             self._late.load(Settings.of_saved(optimizer, settings) if is_some else None, fill)  # type: ignore[arg-type]
+
+    def drain(self) -> None:
+        """Ends the backwards that `flush=False` has left to the next step; all ranks call. No bit of what follows
+        changes. Evaluations and what reads or writes the state call it by themselves."""
+        if self.is_built:
+            with self._supervisor.together("ending the last step"):
+                self._built().step.drain()
 
     def finish_updates(self, max_grad_norm: float | None = None) -> torch.Tensor | None:
         """Takes the gradients that gradient_delay=1 keeps for the next step, at the end of training; all ranks call.

@@ -26,10 +26,12 @@ from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.device import rng_untouched
 from fold3d.engine.division import Division
+from fold3d.engine.flow import Flow
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step_recorder import StepRecorder
+from fold3d.errors import ConfigError
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
@@ -68,13 +70,16 @@ class Step:
         memory: MemoryWatch,
         changes: Callable[[], Sequence[str]],
         division: Division | None = None,
+        flow: Flow | None = None,
     ) -> None:
         """Args:
         seed: of dropout masks.
         changes: settings with which less memory is needed; asked when little is left of it.
         mean_over_replicas: of a tensor, the same on all of them; all replicas of the stage call.
         division: makes parts of the micro-batches; None: they stay as they are given.
+        flow: runs steps without a flush; None: each ends with one.
         """
+        self._flow = flow
         self._topology, self._seed, self._device = topology, seed, device
         self._pipeline, self._sync, self._recorder, self._replanner = pipeline, sync, recorder, replanner
         self._supervisor, self._mean_over_replicas, self._overlap = supervisor, mean_over_replicas, overlap
@@ -116,7 +121,8 @@ class Step:
             ]
             # 2. What must hold before work starts, and what the steps before have shown: from time to time another
             #    schedule is better.
-            replan(len(inputs) if division is None else division.count(inputs))
+            if self._flow is None:
+                replan(len(inputs) if division is None else division.count(inputs))
             warning = self._memory.warning(self._changes)
             if warning is not None:
                 logger.warning("%s: %s", self._topology.describe(self._topology.rank), warning)
@@ -135,6 +141,12 @@ class Step:
             # 4. Weights that the loss function may read; other layers wait for their own when they run.
             if reads_weights:
                 self._sync.flush()
+            if self._flow is not None and self._flow.takes(len(micro_batches)):
+                if reads_gradients:
+                    raise ConfigError("flush=False never has gradients in .grad; pass reads_gradients=False")
+                with self._overlap.step():  # 5. to 8. of this step, and what is left of the one before
+                    return self._flow.run(micro_batches)
+            self.drain()
             # 5. Gradients begin at zero; a bucket is given to the rings once all its gradients are there.
             chunks = schedule.reduce_order(self._topology.pp_rank)
             self._sync.begin(len(micro_batches), chunks, whole=reads_gradients)
@@ -147,7 +159,8 @@ class Step:
             # 7. All gradients are on their way to their sums, or there.
             self._sync.end()
             # 8. The loss, from the last stage to all.
-            return self._pipeline.sum_of_losses(losses, micro_batches)
+            loss = self._pipeline.sum_of_losses(losses, micro_batches)
+            return loss if self._flow is None else loss + self._flow.take_loss()
 
     def optimize(
         self, replica_loss: Tensor, optimizer: Optimizer, max_grad_norm: float | None, scaler: LossScaler | None
@@ -180,6 +193,7 @@ class Step:
     def evaluate(self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
         with self._supervisor.together("an evaluation"), self._memory.explains(lambda: [_SMALLER]):
+            self.drain()
             self._recorder.begin(trains=False)
             self._sync.flush()
             batch = MicroBatch(inputs, begun or loss_run(function, self._model, inputs), None)
@@ -224,6 +238,7 @@ class Step:
         if not isinstance(sync, DpSync) or sync.late is None or sync.late.settings is None:
             return None
         with self._supervisor.together("the last update"), self._memory.explains(self._changes):
+            self.drain()
             sync.flush()  # what the last update has left to do, with the gradients before these
             sync.begin(0, ())  # a step without micro-batches
             sync.end()
@@ -234,6 +249,11 @@ class Step:
             sync.updated()
             sync.flush()
         return norm
+
+    def drain(self) -> None:
+        """Ends what a step without a flush has left to the next one; all ranks call."""
+        if self._flow is not None:
+            self._flow.drain()
 
     def flush(self) -> None:
         """Brings this rank's parameters up to date; meets nobody."""

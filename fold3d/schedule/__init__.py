@@ -29,6 +29,7 @@ from fold3d.schedule.library import (
     style_of,
     validate,
     validate_room,
+    without_flush,
 )
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "validate",
     "validate_room",
     "waits_for",
+    "without_flush",
 ]

@@ -137,6 +137,20 @@ def lower(
         return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, lazy, offload_share)
 
 
+def without_flush(name: str, *, pp: int, micro_batches: int) -> tuple[_C.Schedule, _C.Schedule, _C.Schedule]:
+    """Returns what the ranks run of steps that follow each other without a flush (PipeDream-2BW), lowered and proven.
+
+    Args:
+        name: "1f1b".
+        micro_batches: of each step, at least pp.
+    Returns: the list of the step after a drain; of every other step, where a backward that stands before its forward is
+        left of the step before; and of what is left at the end.
+    Raises: ConfigError where a schedule cannot be had so.
+    """
+    with _config_errors():
+        return _C.without_flush(name, pp, 1, micro_batches)
+
+
 def validate_room(
     schedule: _C.Schedule,
     *,

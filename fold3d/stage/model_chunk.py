@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -135,6 +135,7 @@ class PipelineChunk:
         sharding: ChunkSharding | None = None,
         draws: PartDraws | None = None,
         *,
+        turn_to: Callable[[bool], None] | None = None,
         is_end: bool = True,
         compares: bool = False,
     ):
@@ -145,7 +146,10 @@ class PipelineChunk:
         once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
+        turn_to: of steps without a flush; told whether the actions from now on are of the step before. None: all have
+            one.
         """
+        self.turn_to = turn_to
         self.index = index
         self._is_last, self._is_end, self._compares = is_last, is_end, compares
         self._split = split

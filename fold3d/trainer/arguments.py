@@ -70,6 +70,7 @@ class TrainingArguments(transformers.TrainingArguments):
     dp_sync: str = of_config("dp_sync")
     dp_sync_dtype: str = of_config("dp_sync_dtype")
     gradient_delay: int = of_config("gradient_delay")
+    flush: bool = of_config("flush")
     bucket_bytes: Bytes | None = of_config("bucket_bytes")
     memory_limit: Bytes | None = of_config("memory_limit")
     offload: str = of_config("offload")

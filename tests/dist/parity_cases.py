@@ -58,6 +58,7 @@ class Case:
     partition: str = "blocks"
     offload_disk: bool = False
     gradient_delay: int = 0
+    flush: bool = True
 
     @property
     def ranks(self) -> int:
@@ -93,6 +94,7 @@ class Case:
         words += [] if self.micro_batch_size is None else [f"size{self.micro_batch_size}"]
         words += ["kernels"] if self.kernels != "torch" else []
         words += ["late"] if self.gradient_delay else []
+        words += [] if self.flush else ["flowing"]
         words += ["rounded"] if self.dp_sync_dtype != "float32" else []
         words += [f"bucket{self.bucket_bytes}"] if self.bucket_bytes != BUCKET_BYTES else []
         words += [] if self.preempt else ["in-turn"]

@@ -85,6 +85,7 @@ ELSEWHERE = {
     "loss_reduction": "says what a family's loss is; with micro_batch_size here, and tests/engine/test_division.py",
     "chunked_loss": "needs a language model's own loss; tests/tensor_parallel/test_chunked_loss.py",
     "offload_pool": "a size; tests/dist/test_offload.py",
+    "flush": "for one schedule, and losses come a step later; tests/engine and tests/dist/test_without_flush.py",
     "seed": "says which masks and weights are drawn, and so changes numbers; tests/dist/test_parity_dropout.py",
     "comm_timeout": "seconds; tests/dist/test_failure*.py",
     "patience": "seconds; tests/dist/test_failure*.py",

@@ -210,3 +210,26 @@ def test_buckets_of_so_many_bytes():
     assert large.step_ms == predict(MADE, work(), cluster(), dp_sync="early", layers_per_bucket=0).step_ms
     assert sorted(large.gather_order[1]) == list(range(4))
     assert predict(MADE, work(), cluster(), dp_sync="zero1").gather_order == ((), ())
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 2), (4, 4), (4, 9)])
+def test_without_a_flush_there_is_no_bubble(pp: int, m: int):
+    """Free messages: 30 ms a micro-batch, where a flush adds those of the other stages."""
+    _, every, _ = schedule.without_flush("1f1b", pp=pp, micro_batches=m)
+    found = predict(every, work(every, gradient_bytes=0), cluster(dp=1, gradient_delay=1), dp_sync="early")
+    assert found.steady
+    assert found.step_ms == pytest.approx(30 * m)
+    assert [rank.bubble_ms for rank in found.ranks] == pytest.approx([0.0] * pp, abs=1e-6)
+
+
+def test_without_a_flush_sums_have_the_time_from_the_last_backward_to_the_next_step_but_one():
+    """Stage 0 ends a step (pp - 1) micro-batches into the next step's list: m - pp + 1 are left until the weights are
+    read, and what the sums take beyond that makes the step longer."""
+    pp, m = 4, 8
+    _, every, _ = schedule.without_flush("1f1b", pp=pp, micro_batches=m)
+    late = cluster(gradient_delay=1)
+    window = 30 * (m - pp + 1)
+    hidden = predict(every, work(every, gradient_bytes=(window - 20) * 1_000_000), late, dp_sync="early")
+    assert hidden.step_ms == pytest.approx(30 * m, rel=0.02)
+    longer = predict(every, work(every, gradient_bytes=(window + 60) * 1_000_000), late, dp_sync="early")
+    assert 30 * m + 20 < longer.step_ms < 30 * m + 90

@@ -47,6 +47,7 @@ def test_new_arguments_have_help() -> None:
         "dp_sync",
         "dp_sync_dtype",
         "gradient_delay",
+        "flush",
         "bucket_bytes",
         "memory_limit",
         "offload",

@@ -150,14 +150,17 @@ void Communicator::read(const std::vector<core::Action>& program) {
   }
 }
 
-void Communicator::begin(const std::vector<core::Action>& program) {
+void Communicator::begin(const std::vector<core::Action>& program, bool goes_on) {
   failure_.check();
   if (open_) throw std::logic_error(name_ + ": begin() before finish() of the step before");
+  if (goes_on != left_) throw std::logic_error(name_ + ": begin() has to go on with a step that was left, and only so");
+  if (left_) end_sends();
+  left_ = false;
   read(program);
   transport_->begin();
   allocator_->begin();
   pool_.next_step();
-  ++step_;
+  if (!goes_on) ++step_;
   open_ = true;
   for (Line& each : lines_) each.queue->start(each.tasks.size());
   for (const QueueId id : {QueueId::kRecvForward, QueueId::kRecvBackward}) {
@@ -234,7 +237,7 @@ Tensors Communicator::wait(const core::Action& recv) {
   return std::move(task.tensors);
 }
 
-void Communicator::finish() {
+void Communicator::finish(bool is_left) {
   failure_.check();
   if (!open_) throw std::logic_error(name_ + ": finish() without begin()");
   for (std::size_t i = 0; i < kNumQueues; ++i) {
@@ -246,13 +249,18 @@ void Communicator::finish() {
       }
     }
   }
+  if (!is_left) end_sends();
+  left_ = is_left;
+  open_ = false;
+}
+
+void Communicator::end_sends() {
   for (const QueueId id : {QueueId::kSendForward, QueueId::kSendBackward}) {
     const Line& each = line(id);
     if (!each.tasks.empty()) wait_done(id, each.tasks.size(), each.tasks.back().action);
   }
   failure_.check();
   transport_->end();
-  open_ = false;
 }
 
 void Communicator::abort(const std::string& reason) { fail(Failure::Kind::kAborted, reason); }

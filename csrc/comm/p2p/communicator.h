@@ -75,7 +75,9 @@ class Communicator {
   /// of one, is skipped), which begin to arrive at once. Every rank of the pipeline begins the same steps. Throws
   /// std::invalid_argument when an action is not this stage's or occurs twice, std::logic_error when the step
   /// before was not finished.
-  void begin(const std::vector<core::Action>& program);
+  /// `goes_on`: with the step before, which was left: messages may be on their way from there to here, so their frames
+  /// have the same number. Waits until what was sent there is received, which may be in the receiver's next step.
+  void begin(const std::vector<core::Action>& program, bool goes_on = false);
 
   /// The program counter has reached this RECV: it is always allowed from now on. Never blocks.
   void pass(const core::Action& recv);
@@ -91,8 +93,8 @@ class Communicator {
   Tensors wait(const core::Action& recv);
 
   /// Ends the step: every RECV has been waited for, every SEND is complete. Each queue gets at most
-  /// `timeout`.
-  void finish();
+  /// `timeout`. `is_left`: another step goes on with this one, and what was sent may be received there.
+  void finish(bool is_left = false);
 
   /// Ends all communication; the first reason wins. Any thread; never throws.
   void abort(const std::string& reason);
@@ -129,6 +131,7 @@ class Communicator {
   void read(const std::vector<core::Action>& program);
   std::size_t limit_after(const Line& line, std::size_t passed) const;
   void wait_done(QueueId id, std::size_t count, const core::Action& action);
+  void end_sends();
 
   void run(QueueId id, std::size_t index) noexcept;
   void run_send(Line& line, QueueId id, Task& task);
@@ -152,6 +155,7 @@ class Communicator {
   std::uint32_t step_ = 0;
   int micro_batches_ = 0;
   bool open_ = false;  // between begin() and finish()
+  bool left_ = false;  // the step before is
   std::array<Line, kNumQueues> lines_;
 };
 

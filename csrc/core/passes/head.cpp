@@ -9,7 +9,10 @@ namespace fold3d::core {
 std::vector<bool> turning_heads(const Shape& shape, const std::vector<Action>& actions) {
   std::vector<bool> turning(static_cast<std::size_t>(shape.micro_batches), false);
   std::vector<bool> again = turning;
-  std::optional<Action> computed_last;
+  std::optional<Action> computed_last;  // at first what ends a list that repeats
+  for (const Action& action : actions) {
+    if (is_compute(action.kind)) computed_last = action;
+  }
   for (const Action& action : actions) {
     if (!is_compute(action.kind)) continue;
     const auto i = static_cast<std::size_t>(action.micro_batch);

@@ -8,6 +8,7 @@
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
 #include "core/ir/stash.h"
+#include "core/ir/versions.h"
 #include "core/passes/grid.h"
 
 namespace fold3d::core {
@@ -178,11 +179,14 @@ void check_complete(const Schedule& schedule, const Positions& positions, bool f
 /// Runs all lists at once, each in its own order, until the end or until nobody can go on.
 class Replay {
  public:
-  Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const OptionalActions& present)
+  /// `per_step`: micro-batches after which weights are updated, without a flush; 0: the schedule is one step.
+  Replay(const Schedule& schedule, const Positions& positions, bool with_comm, const OptionalActions& present,
+         int per_step)
       : schedule_(schedule),
         positions_(positions),
         with_comm_(with_comm),
         present_(present),
+        per_step_(per_step),
         done_(schedule.shape, 0),
         next_(schedule.ranks.size(), 0) {}
 
@@ -214,7 +218,12 @@ class Replay {
   /// at the head of its rank; a RECV is completed by its SEND.
   bool blocker(const Action& action, Action* found) const {
     if (!is_recv(action.kind)) {
-      for (const Action& wait : waits_for(schedule_.shape, action, with_comm_, present_)) {
+      std::vector<Action> waits = waits_for(schedule_.shape, action, with_comm_, present_);
+      if (per_step_ > 0) {
+        const std::vector<Action> updates = version_waits(schedule_.shape, action, per_step_, present_);
+        waits.insert(waits.end(), updates.begin(), updates.end());
+      }
+      for (const Action& wait : waits) {
         if (done_[wait]) continue;
         *found = wait;
         return true;
@@ -261,28 +270,12 @@ class Replay {
   const Positions& positions_;
   bool with_comm_;
   const OptionalActions& present_;
+  int per_step_;
   ActionTable<char> done_;
   std::vector<std::size_t> next_;
 };
 
-}  // namespace
-
-void validate_room(const Schedule& schedule, const Room& room) {
-  const std::vector<StashPeak> peaks = stash_peaks(schedule, room.stash_bytes, room.sent_bytes);
-  const std::string unit = room.stash_bytes.empty() ? " stashes" : " bytes of stashes";
-  for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
-    const auto check = [&](std::int64_t needed, std::optional<std::int64_t> there, const char* where) {
-      if (!there || needed <= *there) return;
-      throw std::invalid_argument("no room (" + to_string(schedule.shape) + "): rank " + std::to_string(rank) +
-                                  " holds " + std::to_string(needed) + unit + " at once " + where +
-                                  ", where there is room for " + std::to_string(*there));
-    };
-    check(peaks[rank].device, room.device, "on its device");
-    check(peaks[rank].pool, room.pool, "in its pool");
-  }
-}
-
-void validate(const Schedule& schedule, bool forward_only) {
+void validate(const Schedule& schedule, bool forward_only, int per_step) {
   const Shape& shape = schedule.shape;
   if (shape.pp < 1 || shape.segments < 1 || shape.micro_batches < 1 ||
       static_cast<int>(schedule.ranks.size()) != shape.pp) {
@@ -303,7 +296,30 @@ void validate(const Schedule& schedule, bool forward_only) {
     }
   }
   check_complete(schedule, positions, forward_only, present);
-  Replay(schedule, positions, has_comm(schedule), present).run();
+  Replay(schedule, positions, has_comm(schedule), present, per_step).run();
+}
+
+}  // namespace
+
+void validate_room(const Schedule& schedule, const Room& room) {
+  const std::vector<StashPeak> peaks = stash_peaks(schedule, room.stash_bytes, room.sent_bytes);
+  const std::string unit = room.stash_bytes.empty() ? " stashes" : " bytes of stashes";
+  for (std::size_t rank = 0; rank < peaks.size(); ++rank) {
+    const auto check = [&](std::int64_t needed, std::optional<std::int64_t> there, const char* where) {
+      if (!there || needed <= *there) return;
+      throw std::invalid_argument("no room (" + to_string(schedule.shape) + "): rank " + std::to_string(rank) +
+                                  " holds " + std::to_string(needed) + unit + " at once " + where +
+                                  ", where there is room for " + std::to_string(*there));
+    };
+    check(peaks[rank].device, room.device, "on its device");
+    check(peaks[rank].pool, room.pool, "in its pool");
+  }
+}
+
+void validate(const Schedule& schedule, bool forward_only) { validate(schedule, forward_only, 0); }
+
+void validate_steps(const Schedule& steps, int micro_batches) {
+  validate(steps, /*forward_only=*/false, micro_batches);
 }
 
 }  // namespace fold3d::core

@@ -21,6 +21,10 @@ namespace fold3d::core {
 ///      backward of its chunk.
 void validate(const Schedule& schedule, bool forward_only = false);
 
+/// Proves steps of `micro_batches` each that follow each other in one schedule without a flush: as validate(), where a
+/// forward also waits for the weights of its step (version_waits(), core/ir/versions.h).
+void validate_steps(const Schedule& steps, int micro_batches);
+
 /// Limits of stash_peaks() (core/ir/stash.h), of each rank.
 struct Room {
   std::optional<std::int64_t> device;          ///< none: any number

@@ -9,11 +9,12 @@
 
 namespace fold3d::core {
 
-DpSyncLanes::DpSyncLanes(const Shape& shape, const ClusterModel& model, int replicas, EventQueue& events,
+DpSyncLanes::DpSyncLanes(const Shape& shape, const ClusterModel& model, int replicas, bool flushes, EventQueue& events,
                          Network& network)
     : shape_(shape),
       model_(model),
       replicas_(replicas),
+      flushes_(flushes),
       events_(events),
       network_(network),
       buckets_(shape, model),
@@ -200,7 +201,7 @@ void DpSyncLanes::reduced(std::int64_t now, int bucket) {
   ++stage.summed;
   const int step = summed_[static_cast<std::size_t>(bucket)]++;
   if (!buckets_[bucket].zero1) {
-    if (delay() > 0 && step == finished_) {
+    if (waits_for_end() && step == finished_) {
       held_.push_back({bucket, step});
     } else {
       release_gather(now, bucket, step);
@@ -217,7 +218,7 @@ void DpSyncLanes::all_finished(std::int64_t now) {
 
 /// The norm of a step is asked for once all of its gradients are summed, and all ranks have come to it.
 void DpSyncLanes::ask_norm(std::int64_t now) {
-  if (buckets_.size() == 0 || (delay() > 0 && asked_ + delay() >= finished_)) return;
+  if (buckets_.size() == 0 || (waits_for_end() && asked_ + delay() >= finished_)) return;
   for (int stage = 0; stage < shape_.pp; ++stage) {
     if (stage_at(stage).summed < (asked_ + 1) * static_cast<int>(buckets_.of_stage(stage).size())) return;
   }

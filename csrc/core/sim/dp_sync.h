@@ -23,10 +23,12 @@ namespace fold3d::core {
 /// With ClusterModel::gradient_delay the norm of a step comes when all ranks have finished the next one; behind it go
 /// the gathers of its zero1 buckets, and behind these the early gathers of that next step, for which a whole step is
 /// left: they are in the order of steps, and within one in that of gather_order, without the waits of that.
+/// Where no step ends with a flush, norm and gathers wait for no end of a step, but only for the sums.
 class DpSyncLanes {
  public:
   /// Throws std::invalid_argument if the model's gather_order does not fit its buckets.
-  DpSyncLanes(const Shape& shape, const ClusterModel& model, int replicas, EventQueue& events, Network& network);
+  DpSyncLanes(const Shape& shape, const ClusterModel& model, int replicas, bool flushes, EventQueue& events,
+              Network& network);
 
   const SimulatedBuckets& buckets() const { return buckets_; }
   /// One rank's gradients of the bucket are complete (kSerial: and the rank has finished its last backward).
@@ -99,6 +101,8 @@ class DpSyncLanes {
   void voted(std::int64_t now);
   void release_gather(std::int64_t now, int bucket, int step);
   int delay() const { return model_.gradient_delay; }
+  /// Whether gradients are late by a wait for the end of the next step.
+  bool waits_for_end() const { return delay() > 0 && flushes_; }
   int stage_of(int bucket) const { return shape_.stage_of(buckets_[bucket].chunk); }
   Stage& stage_at(int stage) { return stages_[static_cast<std::size_t>(stage)]; }
   Lane& lane_of(const Collective& collective);
@@ -106,6 +110,7 @@ class DpSyncLanes {
   Shape shape_;
   const ClusterModel& model_;
   int replicas_;
+  bool flushes_;
   EventQueue& events_;
   Network& network_;
   SimulatedBuckets buckets_;

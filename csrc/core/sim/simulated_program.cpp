@@ -6,6 +6,7 @@
 #include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
 #include "core/ir/deps.h"
+#include "core/ir/versions.h"
 #include "core/passes/head.h"
 
 namespace fold3d::core {
@@ -22,7 +23,9 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
   std::vector<bool> forward_seen(num_chunks, false);
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
     std::vector<Copy> copies;
-    for (const Action& action : schedule.ranks[rank]) {
+    const std::vector<bool> before = of_step_before(shape, schedule.ranks[rank]);
+    for (std::size_t k = 0; k < before.size(); ++k) {
+      const Action& action = schedule.ranks[rank][k];
       if (is_copy(action.kind)) copies.push_back({action});
       if (!is_compute(action.kind)) continue;
       if (!node_of.contains(action)) {
@@ -31,11 +34,15 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
       const auto number = static_cast<int>(nodes.size());
       const auto chunk = static_cast<std::size_t>(action.chunk);
       const bool is_first = action.kind == Kind::kForward && !forward_seen[chunk];
-      nodes.push_back({action, 0, {}, is_first, false, false, false, std::exchange(copies, {}), {}});
+      nodes.push_back({action, 0, {}, is_first, before[k], false, false, false, std::exchange(copies, {}), {}});
+      flushes = flushes && !before[k];
       node_of[action] = number;
       ranks[rank].push_back(number);
       if (action.kind == Kind::kForward) forward_seen[chunk] = true;
-      if (action == present.last_backward(action.chunk, action.micro_batch)) last_backward[chunk] = number;
+      if (action != present.last_backward(action.chunk, action.micro_batch)) continue;
+      const int last = last_backward[chunk];
+      // What is left of a step stands before what the next one leaves.
+      if (last < 0 || before[k] || !nodes[static_cast<std::size_t>(last)].step_before) last_backward[chunk] = number;
     }
   }
   for (const int number : last_backward) {

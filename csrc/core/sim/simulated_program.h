@@ -21,7 +21,8 @@ struct SimulatedProgram {
     int waits = 0;  // edges that end here
     std::vector<Edge> feeds;
     bool first_forward = false;  // of its chunk, in the rank's order
-    bool last_backward = false;  // likewise: after it the chunk's gradients are complete
+    bool step_before = false;    // what it does is left of the step before; see of_step_before()
+    bool last_backward = false;  // of its chunk and a step: after it the chunk's gradients are complete
     bool turns = false;          // of the last chunk: the head's backward is a part of the forward
     bool last_of_head = false;   // a forward after which the head's gradients are complete
     std::vector<Copy> copies;    // that the rank comes to between the node before and this one
@@ -31,6 +32,7 @@ struct SimulatedProgram {
   std::vector<Node> nodes;
   std::vector<std::vector<int>> ranks;  // nodes of every stage in its order
   bool head_is_early = false;           // whether a node is last_of_head
+  bool flushes = true;                  // no step leaves anything to the next one
 
   /// Throws std::invalid_argument if the schedule has no backward or lacks an action that another waits for.
   explicit SimulatedProgram(const Schedule& schedule);

@@ -28,7 +28,7 @@ TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& mo
       replicas_(model.distinct_replicas(program.shape.pp)),
       network_(number_of_hosts(model, replicas_ * program.shape.pp),
                {model.bandwidth, model.slice_bytes, model.preempt, model.rule}, events_),
-      dp_sync_(program.shape, model, replicas_, events_, network_),
+      dp_sync_(program.shape, model, replicas_, program.flushes, events_, network_),
       ranks_(at(replicas_ * program.shape.pp)),
       arrivals_(at(replicas_) * program.nodes.size(), 0),
       messages_for_(arrivals_.size(), 0),
@@ -98,11 +98,13 @@ void TrainingRun::try_start(std::int64_t now, int rank_number) {
   Rank& rank = ranks_[at(rank_number)];
   const auto& list = program_.ranks[at(stage_of(rank_number))];
   if (rank.busy || rank.step > last_step_ || list.empty()) return;
+  while (rank.step == 0 && current(rank_number).step_before) ++rank.next;  // there is none
   if (rank.bucket >= 0) return start_buckets(now, rank_number);
   const SimulatedProgram::Node& node = current(rank_number);
   // A step's arrivals are complete before those of the next one begin, so counting them all is enough.
   if (!copies_.empty() && !rank.came) come_to_copies(now, rank_number);
-  if (rank.ready > now || arrivals(rank_number, list[rank.next]) < (rank.step + 1) * node.waits) return;
+  const int steps = rank.step + (node.step_before ? 0 : 1);  // that the node has been in, when this is over
+  if (rank.ready > now || arrivals(rank_number, list[rank.next]) < steps * node.waits) return;
   if (!copies_.empty() && waits_for_copies(now, rank_number)) return;
   std::int64_t duration = duration_of(node);
   if (node.first_forward && awaited(rank) > 0) {
@@ -249,7 +251,8 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   ends_.push_back(now);
   if (parts_.dp_sync) dp_sync_.all_finished(now);
   // The first steps meet no DP.sync of a step before them, so they are no samples of the steady state.
-  const std::size_t free = parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 0;
+  const std::size_t free =
+      (parts_.dp_sync ? 1 + static_cast<std::size_t>(model_.gradient_delay) : 0) + (program_.flushes ? 0 : 1);
   if (ends_.size() >= free + window() + 1 && length_until(ends_.size() - 1) == length_until(ends_.size() - 2)) {
     steady_ = true;
     // A rank may already be one step ahead; that step is then completed by all.

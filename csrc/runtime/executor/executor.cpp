@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/ir/deps.h"
+#include "core/ir/versions.h"
 #include "core/passes/head.h"
 #include "runtime/device/tensor_buffer.h"
 #include "runtime/executor/handlers.h"
@@ -28,16 +29,24 @@ Executor::Executor(std::shared_ptr<comm::Communicator> communicator, int stage,
       offloader_(std::move(offloader)),
       clock_(std::move(clock)) {}
 
-std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vector<Action>& program, bool backward) {
-  if (static_cast<int>(chunks_.size()) != shape.segments) {
-    throw std::logic_error("the executor holds " + std::to_string(chunks_.size()) + " chunks, the schedule has " +
-                           std::to_string(shape.segments) + " segments");
-  }
+void Executor::begin(const core::Shape& shape, bool backward) {
   state_ = RunState{shape, backward, communicator_.get(), offloader_.get(), chunks_, {}, {}, {}, {}, {}};
   state_.stashes.resize(static_cast<std::size_t>(shape.segments * shape.micro_batches));
   for (auto* const each : {&state_.leaving, &state_.landing[0], &state_.landing[1]}) {
     each->resize(state_.stashes.size());
   }
+}
+
+std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vector<Action>& program, bool backward,
+                                      Continues continues) {
+  if (static_cast<int>(chunks_.size()) != shape.segments) {
+    throw std::logic_error("the executor holds " + std::to_string(chunks_.size()) + " chunks, the schedule has " +
+                           std::to_string(shape.segments) + " segments");
+  }
+  if (continues.before != is_left_ || (is_left_ && state_.shape != shape)) {
+    throw std::logic_error(is_left_ ? "the pipeline is not drained" : "there is no run to go on with");
+  }
+  if (!continues.before) begin(shape, backward);
   for (const Action& action : program) {
     if (action.kind == Kind::kRecompute) state_.stash(action.chunk, action.micro_batch).recomputes = true;
     if (!core::is_copy(action.kind)) continue;
@@ -55,28 +64,36 @@ std::vector<at::Tensor> Executor::run(const core::Shape& shape, const std::vecto
   const c10::AutoGradMode grad_mode(backward);
   try {
     if (offloader_) offloader_->begin(shape, program);
-    run_all(program);
+    run_all(program, continues);
   } catch (...) {
     state_ = {};
+    is_left_ = false;
     throw;
   }
-  std::vector<at::Tensor> results = std::move(state_.results);
-  state_ =
-      {};  // before the lock: freeing what Python has seen takes the GIL, and whoever holds it may ask where we are
+  std::vector<at::Tensor> results = std::exchange(state_.results, {});
+  is_left_ = continues.after;
+  if (!is_left_) {
+    state_ =
+        {};  // before the lock: freeing what Python has seen takes the GIL, and whoever holds it may ask where we are
+  }
   const std::lock_guard lock(mutex_);
   running_ = false;
   return results;
 }
 
-void Executor::run_all(const std::vector<Action>& program) {
-  if (communicator_) communicator_->begin(program);
-  for (const Action& action : program) {
+void Executor::run_all(const std::vector<Action>& program, Continues continues) {
+  if (communicator_) communicator_->begin(program, continues.before);
+  const bool flows = continues.before || continues.after;
+  const std::vector<bool> of_before = flows ? core::of_step_before(state_.shape, program) : std::vector<bool>();
+  for (std::size_t k = 0; k < program.size(); ++k) {
+    const Action& action = program[k];
     {
       const std::lock_guard lock(mutex_);
       current_ = action;
       running_ = true;
     }
     if (core::is_compute(action.kind)) {
+      if (flows) state_.chunk(action.chunk).turn_to(of_before[k]);
       compute(action);
     } else {
       handler_of(action.kind)(state_, action);
@@ -84,7 +101,7 @@ void Executor::run_all(const std::vector<Action>& program) {
   }
   if (communicator_) {
     const comm::Moment start = clock_->now();
-    communicator_->finish();
+    communicator_->finish(continues.after);
     spans_.push_back({program.empty() ? Action{} : program.back(), true, start, clock_->now()});
   }
 }

@@ -27,6 +27,13 @@ struct Span {
   std::int64_t bytes = 0;  ///< of a copy
 };
 
+/// How a run stands to those before and after it. Without a flush (core/passes/repeat.h) it goes on with what the run
+/// before has left, and leaves the rest to the next one.
+struct Continues {
+  bool before = false;
+  bool after = false;
+};
+
 /// Runs one rank's part of a schedule, in program order, on the calling thread; what it does for each kind of action
 /// stands in handlers.cpp.
 ///
@@ -44,8 +51,10 @@ class Executor {
   /// Runs `program`, a lowered list of actions with `shape`. Gradients accumulate in the parameters' .grad.
   /// Returns the last chunk's output of every micro-batch in order, detached (empty on other ranks).
   /// Throws what a chunk or the communicator threw; the caller then aborts the communicator. Nothing of the run is kept
-  /// then, but current_action() still tells where it was.
-  std::vector<at::Tensor> run(const core::Shape& shape, const std::vector<core::Action>& program, bool backward);
+  /// then, but current_action() still tells where it was. Throws std::logic_error for a run that does not fit what the
+  /// one before has left.
+  std::vector<at::Tensor> run(const core::Shape& shape, const std::vector<core::Action>& program, bool backward,
+                              Continues continues = {});
 
   /// Text of the action in progress ("" between runs), for error messages.
   std::string current_action() const;
@@ -57,7 +66,8 @@ class Executor {
   std::vector<Span> take_spans();
 
  private:
-  void run_all(const std::vector<core::Action>& program);
+  void begin(const core::Shape& shape, bool backward);
+  void run_all(const std::vector<core::Action>& program, Continues continues);
   void compute(const core::Action& action);
   void wait_for_receives(const core::Action& action);
   void wait_for_copies(const core::Action& action);
@@ -68,7 +78,8 @@ class Executor {
   std::shared_ptr<Offloader> offloader_;
   const std::shared_ptr<StreamClock> clock_;
 
-  RunState state_;  // of the run in progress
+  RunState state_;        // of the run in progress, or of the one that another goes on with
+  bool is_left_ = false;  // to another
   std::vector<Span> spans_;
 
   mutable std::mutex mutex_;  // guards current_

@@ -64,6 +64,10 @@ class LateGradients:
             self._tied.sum()
             self._is_summed = True
 
+    def is_summed(self) -> None:
+        """The sums are here: somebody has waited for them."""
+        self._is_summed = True
+
     def taken_with(self, coefficient: Factor) -> Settings | None:
         """Returns the settings that the optimizer takes the gradients with; None where there are none."""
         return None if self.settings is None else replace(self.settings, coefficient=coefficient)

@@ -90,6 +90,10 @@ class BucketOptimizer:
         for piece, tensor in self.tensors:
             groups[number[id(piece.parameter)]]["params"].append(tensor)
         self.twin = twin_of(optimizer, groups)
+        # The state is the optimizer's, by parameter, and the twin's, by tensor.
+        self._lends = not sharded and (
+            copies is not None or any(piece.parameter is not tensor for piece, tensor in self.tensors)
+        )
 
     def prepare(self, gradients: Mapping[int, Tensor], settings: Settings) -> None:
         """Takes the gradients of the next `step`; where the optimizer steps on the host they set out for it.
@@ -132,6 +136,7 @@ class BucketOptimizer:
             self._step_twin(given)
         if self._copies is not None:
             self._copies.send(given)
+        if self._lends:
             self._give_state()
 
     def _step_twin(self, gradients: Mapping[int, Tensor]) -> None:
@@ -164,7 +169,7 @@ class BucketOptimizer:
     def _take_state(self) -> None:
         if self._sharded:
             return
-        if self._copies is None:
+        if not self._lends:
             self.twin.state = self._optimizer.state
             return
         for piece, tensor in self.tensors:
@@ -175,8 +180,6 @@ class BucketOptimizer:
                 self.twin.state[tensor] = state
 
     def _give_state(self) -> None:
-        if self._sharded:
-            return
         for piece, tensor in self.tensors:
             if tensor in self.twin.state:
                 self._optimizer.state[piece.parameter] = self.twin.state[tensor]

@@ -8,11 +8,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
-from fold3d.data_parallel.bucket import Bucket, Piece
+from fold3d.data_parallel.bucket import Bucket, Piece, laid_out
 from fold3d.data_parallel.gradients import Factor
 from fold3d.data_parallel.optimizer import state
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
@@ -53,16 +54,32 @@ class BucketwiseOptimizer:
         self._collected = False  # the optimizer's state is whole
         tensors: list[list[tuple[Piece, Tensor]]] = []
         for bucket, is_sharded in zip(buckets, sharded, strict=True):
-            if is_sharded:
+            if bucket.versions:  # the newest is stepped, whatever the parameters have
+                pieces = bucket.pieces if is_sharded else bucket.all_pieces
+                tensors.append([(piece, _nothing_like(piece.parameter)) for piece in pieces])
+            elif is_sharded:
                 bucket.flatten_parameters()
                 assert bucket.weights is not None
                 tensors.append([(piece, piece.of(bucket.weights)) for piece in bucket.pieces])
             else:
                 tensors.append([(piece, piece.parameter) for piece in bucket.all_pieces])
+            self._point(bucket, tensors[-1])
         self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host, kernel=kernel)
         self._next = dict(pairwise(bucket.number for bucket in self._sharded))
         self._on_host = on_host
         self.split_state()
+
+    def point(self, bucket: Bucket) -> None:
+        """The bucket's newest weights are in another of its `versions` from now on: that one is stepped."""
+        self._point(bucket, self.parts[bucket.number].tensors)
+
+    def _point(self, bucket: Bucket, tensors: Sequence[tuple[Piece, Tensor]]) -> None:
+        if not bucket.versions:
+            return
+        assert bucket.weights is not None
+        for piece, tensor in tensors:
+            part = piece.of(bucket.weights)
+            tensor.data = part if self._is_sharded[bucket.number] else laid_out(part, piece.parameter)
 
     def settings(self, coefficient: Factor) -> Settings:
         """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
@@ -203,6 +220,11 @@ def check_groups(optimizer: Optimizer, parts: Sequence[BucketOptimizer]) -> None
             f"a parameter group was added after the optimizer was attached: it has {count}, and had {known}; make a "
             "new Engine"
         )
+
+
+def _nothing_like(parameter: Tensor) -> Tensor:
+    """Returns a tensor that is to get memory of the parameter's kind."""
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _shard_gradients(bucket: Bucket) -> dict[int, Tensor]:

@@ -96,7 +96,7 @@ def _workspace(job: Job, layout: Layout, modes: Modes, stage: int) -> int:
 
 
 def even_curves(
-    schedule: _C.Schedule, work: Work, cluster: Cluster, saved: int, *, dp_sync: str
+    schedule: _C.Schedule, work: Work, cluster: Cluster, saved: int, *, dp_sync: str, versions: int = 1
 ) -> list[_C.StageMemory]:
     """Returns the memory of a step of made-up work: weights, gradients and two moments are equally large.
 
@@ -104,13 +104,14 @@ def even_curves(
         work: from Work.even.
         saved: bytes that a rank keeps of a micro-batch, all its segments together.
         dp_sync: with "zero1" each replica keeps its share of the moments only.
+        versions: of the weights.
     """
     chunks = []
     shares = _even_shares(work, schedule.pp, saved)
     for number, (kept, gradients) in enumerate(zip(shares, work.gradient_bytes, strict=True)):
         chunks.append(
             _C.ChunkBytes(
-                weights=gradients,
+                weights=gradients * versions,
                 gradients=gradients * (1 + cluster.gradient_delay),
                 optimizer=2 * gradients // (cluster.dp if dp_sync == "zero1" else 1),
                 inputs=work.activation_bytes[number - 1] if number else 0,

@@ -337,5 +337,22 @@ TEST(Misuse, ProgramsAndOptionsAreChecked) {
   }
 }
 
+TEST(Steps, AMessageOfAStepThatIsLeftArrivesInTheNext) {
+  comm::Loopback loopback({.pp = 2});
+  Communicator first(loopback.connect(0), options_for(2, 0)), last(loopback.connect(1), options_for(2, 1));
+  last.begin(program({"1SEND_B0"}));
+  last.send(parse_action("1SEND_B0"), {make_tensor(std::vector<std::int64_t>(1000, 7))});
+  last.finish(/*is_left=*/true);  // although nobody receives yet
+  first.begin({});
+  first.finish(/*is_left=*/true);
+  EXPECT_THROW(first.begin({}), std::logic_error);  // a step that was left has to be gone on with
+  first.begin(program({"0RECV_B0"}), /*goes_on=*/true);
+  EXPECT_EQ(values_of(first.wait(parse_action("0RECV_B0")).front()), std::vector<std::int64_t>(1000, 7));
+  last.begin({}, /*goes_on=*/true);
+  first.finish();
+  last.finish();
+  EXPECT_THROW(last.begin({}, /*goes_on=*/true), std::logic_error);
+}
+
 }  // namespace
 }  // namespace fold3d::test

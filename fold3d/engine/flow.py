@@ -1,0 +1,74 @@
+"""Flow: steps of one rank that follow each other without a flush; `flush=False`, PipeDream-2BW."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold3d import schedule as schedules
+from fold3d.data_parallel.late.without_flush import WithoutFlush
+from fold3d.engine.pipeline import Pipeline
+from fold3d.engine.step_recorder import StepRecorder
+from fold3d.faults.progress import Progress
+from fold3d.schedule import Schedule
+from fold3d.stage.micro_batch import MicroBatch
+from fold3d.topology import Topology
+
+
+class Flow:
+    """All ranks of the job make the same calls, and none waits between two steps for another one to end its own."""
+
+    def __init__(
+        self, topology: Topology, pipeline: Pipeline, sync: WithoutFlush, recorder: StepRecorder, progress: Progress
+    ) -> None:
+        self._topology, self._pipeline, self._sync = topology, pipeline, sync
+        self._recorder, self._progress = recorder, progress
+        self._lists = functools.cache(
+            lambda count: schedules.without_flush("1f1b", pp=topology.pp, micro_batches=count)
+        )
+        self._count = 0
+        self._loss: Tensor | None = None  # of a step that a drain has ended
+
+    def takes(self, micro_batches: int) -> bool:
+        """Whether a step of so many runs without a flush: else backwards would come later than the next update."""
+        return micro_batches >= self._topology.pp
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Runs a step's forwards, what is left of the backwards of the step before, and as many of its own.
+
+        Returns: the replica's loss of the step before, fp64 scalar, on each of its ranks; 0 in the first step.
+        """
+        if self._sync.is_flowing and self._count != len(micro_batches):
+            self.drain()
+        self._count = len(micro_batches)
+        lists, goes_on = self._lists(self._count), self._sync.is_flowing
+        self._sync.begin_slice(self._count, (self._topology.pp_rank,))
+        losses = self._run(lists[1] if goes_on else lists[0], micro_batches, goes_on=goes_on, is_left=True)
+        values = self._pipeline.shares_of(losses, micro_batches)
+        with self._progress.during("the gradient norm of the step before", meets=True):
+            told = self._sync.end_slice(values)
+        return self.take_loss() if told is None else self._pipeline.loss_in(told)
+
+    def drain(self) -> None:
+        """Runs what is left of the last step, if anything is."""
+        if not self._sync.is_flowing:
+            return
+        self._sync.begin_drain()
+        self._run(self._lists(self._count)[2], (), goes_on=True, is_left=False)
+        with self._progress.during("the gradient norm of the last step", meets=True):
+            self._loss = self._pipeline.loss_in(self._sync.end_drain())
+
+    def take_loss(self) -> Tensor:
+        """Returns the loss of the step that the last drain ended, if nobody had it yet, else 0."""
+        loss, self._loss = self._loss, None
+        return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
+
+    def _run(self, lists: Schedule, micro_batches: Sequence[MicroBatch], *, goes_on: bool, is_left: bool) -> list[Any]:
+        try:
+            return self._pipeline.run(lists, micro_batches, backward=True, goes_on=goes_on, is_left=is_left)
+        finally:
+            self._recorder.extend()

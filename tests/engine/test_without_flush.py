@@ -1,0 +1,253 @@
+"""flush=False on a pipeline of several ranks, against the recursion written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import fold3d
+from fold3d.data_parallel.gradients import clip_coefficient
+from fold3d.data_parallel.late.weight_versions import WeightVersions
+from fold3d.data_parallel.late.without_flush import WithoutFlush
+from fold3d.engine.engine import Engine
+from fold3d.errors import ConfigError
+from tests.helpers.ranks import RankPool
+
+pytestmark = pytest.mark.dist
+
+PP, STEPS, CLIP = 4, 9, 0.04
+RATES = [0.2 / (1 + t) for t in range(STEPS)]
+
+
+class Link(nn.Module):
+    """Multiplies by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5 + 0.1 * number, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 1] -> the same shape; the square makes each gradient depend on the number."""
+        return x * self.w + 0.1 * x * self.w.square()
+
+
+class Chain(nn.Module):
+    """A chain of numbers, one for each stage, whose loss is the mean square of what comes out."""
+
+    def __init__(self, links: int = PP) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(Link(number) for number in range(links))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns the loss of inputs [batch, 1]."""
+        for link in self.links:
+            x = link(x)
+        return {"loss": x.square().mean() / 2}
+
+
+def inputs(step: int, m: int) -> list[Tensor]:
+    """Returns the micro-batches of a step, [1, 1] each."""
+    return [torch.tensor([[1.0 + 0.3 * ((7 * step + 3 * i) % 5)]], dtype=torch.float64) for i in range(m)]
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=1.0, momentum=0.6)
+
+
+def by_hand(counts: list[int]) -> tuple[list[float], list[float], list[float]]:
+    """Returns the numbers at the end, and the norm and the loss of each step: all of it in plain floats."""
+    numbers = [0.5 + 0.1 * k for k in range(PP)]
+    velocity, waiting = [0.0] * PP, None
+    norms, losses = [], []
+    for t, m in enumerate(counts):
+        gradient, loss = [0.0] * PP, 0.0
+        for one in inputs(t, m):
+            values = [one.item()]
+            for w in numbers:
+                values.append(values[-1] * w + 0.1 * values[-1] * w * w)
+            loss += values[-1] ** 2 / 2 / m
+            back = values[-1] / m
+            for k in reversed(range(PP)):
+                gradient[k] += back * (values[k] + 0.2 * values[k] * numbers[k])
+                back *= numbers[k] + 0.1 * numbers[k] ** 2
+        norms.append(sum(g * g for g in gradient) ** 0.5)
+        losses.append(loss)
+        if waiting is not None:
+            _take(numbers, velocity, *waiting)
+        waiting = gradient, norms[-1], RATES[t]
+    assert waiting is not None
+    _take(numbers, velocity, *waiting)
+    return numbers, norms, losses
+
+
+def _take(numbers: list[float], velocity: list[float], gradient: list[float], norm: float, rate: float) -> None:
+    factor = min(1.0, CLIP / (norm + 1e-6))
+    for k, g in enumerate(gradient):
+        velocity[k] = 0.6 * velocity[k] + factor * g
+        numbers[k] -= rate * velocity[k]
+
+
+def train(
+    counts: list[int], looks_every: int = 0, fault: Callable[[], None] | None = None, **changes: Any
+) -> tuple[list[float], list[float], list[float]]:
+    """Returns what `by_hand` returns, as fold3d reports it: norms and losses one step later."""
+    torch.set_default_dtype(torch.float64)
+    config = fold3d.ParallelConfig(
+        **({"pp": PP, "segments": 1, "micro_batches": PP, "gradient_delay": 1, "flush": False} | changes)
+    )
+    if fault is not None:
+        fault()
+    try:
+        engine = Engine(Chain(), config, optimizer=sgd, max_grad_norm=CLIP, example={"x": inputs(0, 1)[0]})
+        norms, losses = [], []
+        for t, m in enumerate(counts):
+            assert engine.optimizer is not None
+            engine.optimizer.param_groups[0]["lr"] = RATES[t]
+            loss = engine.run(
+                [{"x": one} for one in inputs(t, m)],
+                lambda model, batch, m=m: model(**batch)["loss"] / m,  # type: ignore[misc]
+                reads_weights=False,
+            )
+            norm = engine.grad_norm()
+            engine._built().step.scale(clip_coefficient(norm, CLIP))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            losses.append(loss.item())
+            norms.append(norm.item())
+            if looks_every and t % looks_every == 0:
+                engine.evaluate({"x": inputs(0, 1)[0]})
+                engine.state_dict()
+        norms.append(engine.finish_updates(CLIP).item())  # type: ignore[union-attr]
+        weights = engine.state_dict()["model"]
+        engine.close()
+        return [weights[f"links.{k}.w"].item() for k in range(PP)], norms, losses
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def assert_is(found: tuple[list[float], list[float], list[float]], counts: list[int]) -> None:
+    numbers, norms, losses = found
+    wanted = by_hand(counts)
+    assert numbers == pytest.approx(wanted[0], abs=1e-12)
+    assert norms == pytest.approx([0.0, *wanted[1]], abs=1e-12)
+    assert min(wanted[1]) > CLIP, "the case must clip"
+    assert losses == pytest.approx([0.0, *wanted[2][:-1]], abs=1e-12)
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("m", [PP, PP + 3])
+def test_a_chain_is_the_recursion(ranks: RankPool, m: int) -> None:
+    counts = [m] * STEPS
+    results = ranks.run(train, PP, counts)
+    for one in results:
+        assert_is(one, counts)
+    late = ranks.run(train, PP, counts, flush=True)
+    assert late[0][:2] == results[0][:2], "the bits of gradient_delay=1"
+
+
+def test_steps_of_other_sizes_and_looks_in_between_change_no_bit(ranks: RankPool) -> None:
+    """A step with fewer micro-batches than stages has a flush, and one with another number begins anew."""
+    counts = [PP, PP, PP + 1, PP + 1, 2, PP, PP, PP, PP]
+    plain = ranks.run(train, PP, counts)[0]
+    numbers, norms, _ = by_hand(counts)
+    assert plain[0] == pytest.approx(numbers, abs=1e-12)
+    assert plain[1] == pytest.approx([0.0, *norms], abs=1e-12)
+    looking = ranks.run(train, PP, counts, 2)[0]
+    assert looking[:2] == plain[:2]
+
+
+def _points_at_the_newest() -> None:
+    WithoutFlush.turn_to = lambda sync, step_before: sync._versions.point(sync._versions.newest)  # type: ignore
+
+
+def _points_at_nothing() -> None:
+    WeightVersions.point = lambda versions, version: None  # type: ignore
+
+
+def _updates_in_place() -> None:
+    """The version before is overwritten as soon as there is a new one, an action too early."""
+    fill = WeightVersions.fill
+
+    def wrong(versions: WeightVersions, bucket: Any) -> None:
+        fill(versions, bucket)
+        versions._flats[bucket.number][1 - versions.newest].fill_(float("nan"))
+
+    WeightVersions.fill = wrong  # type: ignore[method-assign]
+
+
+def _norm_of_a_part_of_the_next_step() -> None:
+    WithoutFlush._sum_norm = lambda sync: super(WithoutFlush, sync)._sum_norm()  # type: ignore
+
+
+FAULTS = [_points_at_the_newest, _points_at_nothing, _updates_in_place]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_version_is_found(ranks: RankPool, fault: Callable[[], None]) -> None:
+    counts = [PP] * STEPS
+    with pytest.raises(AssertionError):
+        assert_is(ranks.run(_alone, PP, counts, fault)[0], counts)
+
+
+def _alone(counts: list[int], fault: Callable[[], None]) -> Any:
+    """Trains with a fault, which is gone afterwards: the process is used again."""
+    kept = [(WithoutFlush, "turn_to"), (WeightVersions, "point"), (WeightVersions, "fill")]
+    before = [(kind, name, kind.__dict__[name]) for kind, name in kept]
+    try:
+        return train(counts, fault=fault)
+    finally:
+        for kind, name, value in before:
+            setattr(kind, name, value)
+
+
+def test_the_memory_of_a_version_is_free_after_its_last_action(ranks: RankPool) -> None:
+    """NaN in it, from its last backward to its next update, reaches nothing."""
+    counts = [PP] * STEPS
+    assert_is(ranks.run(_with_nan, PP, counts)[0], counts)
+
+
+def _with_nan(counts: list[int]) -> Any:
+    done = WithoutFlush.chunk_done
+
+    def after(sync: WithoutFlush, chunk: int) -> None:
+        done(sync, chunk)
+        versions = sync._versions
+        assert versions is not None
+        if sync._before != versions.newest:  # all backwards on it are over
+            for flats in versions._flats:
+                flats[1 - versions.newest].fill_(float("nan"))
+
+    WithoutFlush.chunk_done = after  # type: ignore[method-assign]
+    try:
+        return train(counts)
+    finally:
+        WithoutFlush.chunk_done = done  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_delay": 0}, "gradient_delay=0; set gradient_delay=1"),
+        ({"schedule": "zb_h1"}, "schedule='zb_h1'; set schedule='1f1b'"),
+        ({"segments": 2}, "segments=2; set segments=1"),
+        ({"tp": 2}, "tp=2; set tp=1"),
+        ({"pp": 1}, "no effect with pp=1"),
+        ({"micro_batches": 3}, "as many micro-batches as stages, here 4"),
+        ({"micro_batch_size": 1}, "micro_batch_size=1"),
+        ({"memory_limit": "1GB"}, "memory_limit="),
+        ({"offload": "activations"}, "offload='activations'; set offload='auto'"),
+        ({"offload_optimizer": True}, "offload_optimizer=True"),
+        ({"recompute": True}, "recompute='full'"),
+        ({"flush": "no"}, "must be True or False"),
+    ],
+)
+def test_what_does_not_go_without_a_flush_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", "\\(")):
+        fold3d.ParallelConfig(
+            **({"pp": PP, "segments": 1, "micro_batches": PP, "gradient_delay": 1, "flush": False} | changes)
+        )
