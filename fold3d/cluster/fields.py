@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
@@ -99,12 +98,12 @@ class Field:
             raise self.wrong('a text: "..."')
         return self.value
 
-    def one_of(self, names: Mapping[str, Any] | tuple[str, ...], default: str | None = None) -> str:
+    def one_of(self, names: tuple[str, ...], default: str | None = None) -> str:
         """Returns one of the names."""
         if self.absent and default is not None:
             return default
         if not isinstance(self.value, str) or self.value not in names:
-            raise self.wrong(f"one of {', '.join(names)}" if names else "left out: there is none to choose")
+            raise self.wrong(f"one of {', '.join(names)}" if names else "left out: there is none to choose from")
         return self.value
 
     def number(

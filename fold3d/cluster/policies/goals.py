@@ -133,10 +133,8 @@ def _work(program: Program, jobs: Sequence[Job], policy: str) -> Vector:
     """Returns what is left of each job, in seconds on an average GPU. Raises: ConfigError where it is not known."""
     for job in jobs:
         if not math.isfinite(job.work):
-            raise JobError(
-                job.name,
-                f"the policy {policy} needs to know how much work is left, which nobody has said of {job.name}",
-            )
+            needs = f"the policy {policy} needs to know how much work is left, which nobody has said of {job.name}"
+            raise JobError(job.name, f"{needs}; take another policy until it is known")
     return np.array([job.work for job in jobs]) / program.norm
 
 
