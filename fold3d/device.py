@@ -133,12 +133,12 @@ class _NumpyRng:
         self._known: tuple[bytes, Any] | None = None
 
     def state(self, *, whole: bool) -> Any:
-        generator = np.random.get_bit_generator()
+        generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not isinstance(generator, np.random.MT19937):
             return np.random.get_state()
         now = ctypes.string_at(generator.ctypes.state_address, self._BYTES)
         if whole or self._known is None or self._known[0] != now:
-            state = np.random.get_state()
+            state: Any = np.random.get_state()
             # Where the second of two normal numbers is waiting, to draw it changes none of these bytes.
             self._known = None if state[3] else (now, state)
             return state

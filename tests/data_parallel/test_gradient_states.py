@@ -30,7 +30,7 @@ class Flags(RuleBasedStateMachine):
             Event.SHOW: here and not self.in_grad,
             Event.LEAVE: here and not self.in_grad,
             Event.TAKE: here,
-            Event.DROP: here,
+            Event.DROP: self.begun,
             Event.REST: not self.begun,
             Event.RESUME: False,
             Event.CLOSE: True,

@@ -231,10 +231,11 @@ def test_a_shared_sequence_and_code_that_reads_hidden_states_only_when_asked(ask
 
 
 def test_what_later_blocks_read_is_whole_though_nothing_is_known_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("this block cannot be watched")
+    class Unwatched(BlockRuns):
+        def whole(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("this block cannot be watched")
 
-    monkeypatch.setattr(BlockRuns, "whole", fail)
+    monkeypatch.setattr("fold3d.splitting.inner_results.BlockRuns", Unwatched)
     _plans.cache_clear()
     torch.manual_seed(0)
     model, batch = _Attending("dropped").double(), {"x": torch.randn(2, 7, 16).double()}

@@ -198,7 +198,7 @@ def added() -> torch.nn.Module:
 
 def on_meta() -> torch.nn.Module:
     with torch.device("meta"):
-        return get_peft_model(tiny("meta"), LoraConfig(target_modules=["q_proj"]))
+        return get_peft_model(tiny("meta"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
 
 
 def tiny(device: str = "cpu") -> Any:

@@ -55,6 +55,7 @@ def test_new_arguments_have_help() -> None:
         "offload_disk",
         "offload_optimizer",
         "kernels",
+        "chunked_loss",
         "blocks",
         "partition",
         "recompute",
