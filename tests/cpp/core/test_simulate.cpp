@@ -51,6 +51,22 @@ void for_each_case(Check check) {
   }
 }
 
+/// By how much the last stage of a V begins and ends later than the first one, in which a forward takes 1 ms.
+std::int64_t late_start(const Shape& shape) {
+  return shape.style == Style::kV ? (shape.pp - 1) * std::int64_t{1'000'000} : 0;
+}
+
+/// How often a micro-batch leaves a rank: once each way for every neighbour of a chunk that lives elsewhere.
+int ways_out(const Shape& shape, int rank) {
+  int ways = 0;
+  for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
+    if (shape.stage_of(chunk) != rank) continue;
+    ways += chunk + 1 < shape.num_chunks() && shape.stage_of(chunk + 1) != rank;
+    ways += chunk > 0 && shape.stage_of(chunk - 1) != rank;
+  }
+  return ways;
+}
+
 TEST(CoreSimulate, WithoutBytesTheStepIsTheMakespan) {
   for_each_case([](const Schedule& schedule, const std::string& name) {
     for (const DpSync dp_sync : kAll) {
@@ -59,7 +75,9 @@ TEST(CoreSimulate, WithoutBytesTheStepIsTheMakespan) {
       const TrainingStep step = simulate_step(schedule, model);
       EXPECT_EQ(step.step_ns, makespan(schedule)) << name << " " << to_string(schedule.shape);
       EXPECT_TRUE(step.steady);
-      EXPECT_EQ(step.limit_ns, step.step_ns);
+      // In a V the last stage begins last and ends last: where nobody meets, the next step begins before that end.
+      EXPECT_LE(step.limit_ns, step.step_ns);
+      EXPECT_GE(step.limit_ns, step.step_ns - late_start(schedule.shape)) << name << " " << to_string(schedule.shape);
     }
   });
 }
@@ -85,7 +103,9 @@ TEST(CoreSimulate, SerialIsMakespanPlusAllReduce) {
     model.dp_sync = DpSync::kSerial;
     const TrainingStep step = simulate_step(schedule, model);
     const std::int64_t all_reduce = kGradients * schedule.shape.segments * 2 * 3 / 4;
-    EXPECT_EQ(step.step_ns, makespan(schedule) + all_reduce) << name << " " << to_string(schedule.shape);
+    const std::int64_t longest = makespan(schedule) + all_reduce;
+    EXPECT_LE(step.step_ns, longest) << name << " " << to_string(schedule.shape);
+    EXPECT_GE(step.step_ns, longest - late_start(schedule.shape)) << name << " " << to_string(schedule.shape);
     EXPECT_EQ(step.ranks[0].exposed_dp_ns, all_reduce);
     EXPECT_EQ(step.ranks[0].hidden_dp_ns, 0);
     EXPECT_EQ(step.ranks[0].dp_bytes, all_reduce);
@@ -126,9 +146,7 @@ TEST(CoreSimulate, NeverBelowTheLimitAndBytesAreConserved) {
           EXPECT_NEAR(static_cast<double>(account.dp_bytes), static_cast<double>(gradients) * shape.segments * 4 / 3,
                       2.0 * kLayers * shape.segments)
               << what;
-          // Every chunk's micro-batches leave once each way, but for the ends of the chain.
-          const int ways = 2 * shape.segments - (rank == 0) - (rank == shape.pp - 1);
-          EXPECT_EQ(account.pp_bytes, shape.pp == 1 ? 0 : ways * shape.micro_batches * 300'001) << what;
+          EXPECT_EQ(account.pp_bytes, ways_out(shape, rank) * shape.micro_batches * 300'001) << what;
         }
       }
     }
@@ -424,7 +442,7 @@ TEST(CoreSimulate, BadInputIsRefusedWithItsName) {
   EXPECT_THROW(parse_dp_sync("lazy"), std::invalid_argument);
   for (const DpSync dp_sync : kAll) EXPECT_EQ(parse_dp_sync(to_string(dp_sync)), dp_sync);
   EXPECT_THROW(simulate_step(parse_csv("0F0\n1F0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
-  EXPECT_THROW(simulate_step(parse_csv("0B0,0F0\n1F0,1B0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
+  EXPECT_THROW(simulate_step(parse_csv("0F0,0B0\n1B0,1F0\n"), even({2, 1, 1}, 1, 0, 0)), std::invalid_argument);
 }
 
 }  // namespace

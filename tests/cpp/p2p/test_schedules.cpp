@@ -29,7 +29,10 @@ TEST(Schedules, RandomRunsWithRandomDelays) {
     std::mt19937_64 random(static_cast<std::uint64_t>(index));
     const ScheduleCase c = random_case(random, 1, 4);
     std::vector<core::Schedule> schedules{lowered(c)};
-    if (random() % 4 == 0) schedules.push_back(lowered_evaluation("aiao", c.pp, c.segments, c.micro_batches));
+    if (random() % 4 == 0) {
+      const bool is_v = schedules.front().shape.style == core::Style::kV;
+      schedules.push_back(lowered_evaluation(is_v ? c.name : "aiao", c.pp, c.segments, c.micro_batches));
+    }
     RunSetup run{.schedules = std::move(schedules),
                  .loopback = {.max_delay = std::chrono::microseconds(random() % 3 * 150),
                               .seed = static_cast<std::uint64_t>(index)},
