@@ -151,7 +151,8 @@ def test_a_rank_killed_in_the_middle_leaves_the_last_checkpoint_whole(ranks: Ran
     results = launch(train_and_be_killed, 2, str(tmp_path / "killed"), timeout=180)
     assert [result.returncode != 0 for result in results] == [True, True], results.report()
     left = sorted(path.name for path in (tmp_path / "killed").iterdir())
-    assert left == ["checkpoint-3", "tmp-checkpoint-6"]
+    # Whether the other rank removes what is unfinished depends on when it hears of the death.
+    assert left in (["checkpoint-3"], ["checkpoint-3", "tmp-checkpoint-6"])
     again = replace(job, folder=str(tmp_path / "killed"), arguments=job.arguments | {"resume": "auto"})
     assert_continues(ranks.run(run_fold3d, 2, again, layout)[0], whole, 0.0)
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [f"checkpoint-{k}" for k in (3, 6, 9)]
