@@ -22,7 +22,7 @@ from fold3d.checkpoint import write_all
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d
-from tests.trainer.test_checkpoints import FOLDED, SAVING, STEP, assert_continues, continued
+from tests.trainer.test_checkpoints import BEST, FOLDED, SAVING, STEP, assert_continues, continued
 
 ASYNC = SAVING | {"async_save": True}
 
@@ -103,20 +103,6 @@ def test_training_goes_on_and_callbacks_see_complete_folders(tmp_path: Path) -> 
         run_fold3d(job, {})
     assert [watched.seen[step] for step in (2, 3, 4, 5)] == [[], [], [], []]
     assert watched.told == [(3, True, True), (6, True, True), (7, True, True)]
-
-
-BEST = {
-    "save_strategy": "steps",
-    "eval_strategy": "steps",
-    "save_steps": 1,
-    "eval_steps": 1,
-    "max_steps": 4,
-    "learning_rate": 0.5,
-    "lr_scheduler_type": "constant",
-    "save_total_limit": 2,
-    "load_best_model_at_end": True,
-}
-"""The learning rate is absurd: the first evaluation is the best one."""
 
 
 def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:

@@ -300,22 +300,25 @@ def test_a_killed_save_is_cleaned_up(ranks: RankPool, tmp_path: Path) -> None:
     assert resumed.column("step")[-1] == 6
 
 
+BEST = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": 1,
+    "eval_steps": 1,
+    "max_steps": 4,
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+}
+"""The learning rate is absurd: the first evaluation is the best one."""
+
+
 @pytest.mark.gate
 def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
     """The learning rate is absurd: the first evaluation is the best one, and its weights come back at the end."""
-    arguments = {
-        "save_strategy": "steps",
-        "eval_strategy": "steps",
-        "save_steps": 1,
-        "eval_steps": 1,
-        "max_steps": 4,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-    }
-    ours = ranks.run(run_fold3d, 2, Job(str(tmp_path / "ours"), arguments=arguments), {"pp": 2})
-    stock = run_stock(Job(str(tmp_path / "stock"), arguments=arguments))
+    ours = ranks.run(run_fold3d, 2, Job(str(tmp_path / "ours"), arguments=BEST), {"pp": 2})
+    stock = run_stock(Job(str(tmp_path / "stock"), arguments=BEST))
     assert_same(ours[0], stock, 1e-10)
     for run in ("ours", "stock"):
         assert sorted(p.name for p in (tmp_path / run).iterdir()) == ["checkpoint-1", "checkpoint-4"]
