@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPP_ROOMS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random", "core"),
+    "core/plan",
     *(
         "comm/base",
         "comm/arbiter",

@@ -37,4 +37,7 @@ void bind_tensor_sync(pybind11::module_& module);
 /// memory_curves). Times in nanoseconds.
 void bind_simulator(pybind11::module_& module);
 
+/// Adds the planner (PlanJob, PlanSpace, search_plans). After the simulator, whose results its signatures name.
+void bind_plan(pybind11::module_& module);
+
 }  // namespace fold3d::bindings

@@ -18,7 +18,17 @@ from fold3d._C import (
     waits_for,
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
-from fold3d.schedule.library import forward_only, generate, lower, names, registry, shortened, validate, validate_room
+from fold3d.schedule.library import (
+    check_group_size,
+    forward_only,
+    generate,
+    lower,
+    names,
+    registry,
+    shortened,
+    validate,
+    validate_room,
+)
 
 __all__ = [
     "Action",
@@ -27,6 +37,7 @@ __all__ = [
     "SchedulerInfo",
     "Span",
     "Timeline",
+    "check_group_size",
     "forward_only",
     "generate",
     "grid",

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob, SoFar
-
-
-def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[int | None]:
-    if so_far["schedule"] != "fold":
-        return [None]
-    stride = 2 if job.micro_batches <= 8 * job.pp else 4
-    sizes = [job.pp]
-    while sizes[-1] * stride < job.micro_batches:
-        sizes.append(sizes[-1] * stride)
-    found = sorted({min(size, job.micro_batches) for size in (*sizes, job.micro_batches)})
-    # fold with N = pp is the interleaved schedule.
-    return [size for size in found if size != job.pp or constraints.schedule == "fold"]
+from fold3d.plan.space.knob import Knob
 
 
 def _check(value: int | None, constraints: Constraints) -> None:
@@ -36,7 +21,6 @@ KNOB: Knob[int | None] = Knob(
     name="group_size",
     help="N, micro-batches that pass a segment before the next one starts (schedule fold)",
     parse=int,
-    candidates=_candidates,
     check=_check,
     flag=lambda value, strategy: None if value is None else str(value),
 )
