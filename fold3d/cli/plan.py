@@ -329,6 +329,7 @@ class _Layers:
             speed = options.tflops * 1e12
             self.whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
         self._profiles = {1: self.whole}
+        self._refused: dict[int, ConfigError] = {}  # by tp: finding out takes seconds
 
     def job(self, mesh: Mesh) -> Job:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
@@ -361,10 +362,16 @@ class _Layers:
         from fold3d.profile.tp_sync import halves_factor, with_tp_sync
         from fold3d.splitting.plan_sharding import plan_sharding
 
+        if tp in self._refused:
+            raise self._refused[tp]
         if tp not in self._profiles:
             model, example = self._model, self._example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-            sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
+            try:
+                sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
+            except ConfigError as error:
+                self._refused[tp] = error
+                raise
             layers = layers_of_a_shard(model, self.trace, example, sharding)
             shard = of_a_shard(self.whole, self.trace, sharding, shapes, layers)
             profile = with_tp_sync(shard, model, self.trace, sharding, example)

@@ -41,7 +41,7 @@ def search(job: Job, constraints: Constraints | None = None, *, progress: Progre
     """Returns the settings with the shortest predicted step among those that `constraints` leave open.
 
     Deterministic; uses all cores; needs no process group, so any rank may call it alone. Of settings that are equal to
-    0.2 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the memory
+    0.1 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the memory
     limit, it takes what needs least and says so.
 
     Raises: ConfigError if what is fixed does not fit the model or each other.

@@ -67,5 +67,8 @@ def test_the_fastest_that_fits_is_first_and_what_cannot_be_last() -> None:
     limit = min(needs.values())
     short = search_meshes(candidates, lambda mesh: job_of(mesh, limit), decide)
     assert short[0].reason == "" and needs[short[0].mesh] == limit
-    assert any(one.reason == "does not fit into memory_limit" for one in short)
     assert {one.mesh for one in short} == {one.mesh for one in free}
+    nothing = search_meshes(candidates, lambda mesh: job_of(mesh, 1), decide)
+    assert {one.reason for one in nothing[:-2]} == {"does not fit into memory_limit"}
+    sizes = [one.found.memory_bytes for one in nothing if one.found is not None]
+    assert sizes == sorted(sizes)

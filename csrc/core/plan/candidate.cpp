@@ -250,10 +250,15 @@ std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves) {
 
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits) {
   double most = 0, before = 0;
+  const std::vector<bool> again = layout.spared.without_graph(layout.chunks());
   for (int stage = 0; stage < job.pp; ++stage) {
     double own = 0, update = 0;
     for (int chunk = stage; chunk < layout.chunks(); chunk += job.pp) {
       own += layout.forward[at(chunk)] + layout.backward[at(chunk)] + 2 * job.action_seconds;
+      // The last chunk's backward may follow its forward at once: then nothing runs again.
+      if (again[at(chunk)] && chunk + 1 < layout.chunks()) {
+        own += layout.forward[at(chunk)] - layout.forward_tp[at(chunk)] + job.action_seconds;
+      }
       update += layout.update[at(chunk)] / job.dp;  // zero1
     }
     most = std::max(most, before + job.micro_batches * own + update);

@@ -21,9 +21,10 @@ const std::vector<Shares> kShares = {
     {.first = 0.3, .last = 1.2, .grow = true},
 };
 constexpr std::size_t kFirstShares = 4;
-constexpr int kGathers = 24;           // numbers of early gathers looked at
-constexpr double kNearFastest = 1.03;  // within which the numbers of early gathers may make a layout the fastest
-constexpr double kWorthCopies = 1.01;  // of the time without them
+constexpr int kGathers = 24;             // numbers of early gathers looked at
+constexpr double kNearFastest = 1.03;    // within which the numbers of early gathers may make a layout the fastest
+constexpr double kWorthSparing = 1.002;  // what is better by less is not looked for where it takes memory
+constexpr double kWorthCopies = 1.01;    // of the time without them
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
@@ -307,17 +308,22 @@ void Group::spare_most(std::int64_t cutoff_ns) {
 
 void Group::spare(std::int64_t cutoff_ns) {
   for (const Candidate* like : fastest_of_ways()) {
-    if (scaled(like->step_ns, kWorthLooking) >= cutoff_of(cutoff_ns)) continue;
     if (fits(*like)) continue;
+    const auto cannot = [&](std::int64_t least_ns, double worth) {
+      return scaled(least_ns, worth) >= cutoff_of(cutoff_ns);
+    };
     const auto room = [this](const StagePeak& peak) { return has_room(peak); };
     const auto made = [this, like](const Spared& spared) -> const Candidate& {
       return tried(spared_like(*like, spared), like->modes, like->early_gathers);
     };
+    const auto hopeless = [&](const Spared& spared) {
+      return cannot(least_step_ns(job_, *spared_like(*like, spared), splits_), kWorthSparing);
+    };
     for (const Ladder& ladder : ladders_of(*like)) {
-      const bool copies = ladder.spared.leaves != Spared::Leaves::kNothing;
       // They only add time: what takes about as long without copies is good enough.
-      if (copies && scaled(like->step_ns, kWorthCopies) >= cutoff_of(cutoff_ns)) break;
-      climb(ladder, made, room, like->step_ns);
+      const bool copies = ladder.spared.leaves != Spared::Leaves::kNothing;
+      if (cannot(like->step_ns, copies ? kWorthCopies : kWorthSparing)) break;
+      climb(ladder, made, room, like->step_ns, hopeless);
       if (ladder.steps.empty() && space_.sparing.leaving_is_free) lighten(job_, ladder.spared, made, room);
     }
   }

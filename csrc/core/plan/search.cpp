@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kRound = 8;        // groups looked at before the best is asked for again
 constexpr std::size_t kCloseRound = 4;   // likewise, closely
-constexpr double kEqual = 1.002;         // steps within this factor are equal
+constexpr double kEqual = 1.001;         // steps within this factor are equal
 constexpr double kPromising = 1.08;      // of the fastest: worth a closer look
 constexpr std::size_t kMostClose = 48;   // groups of a job that get one
 constexpr std::size_t kMostSpared = 24;  // groups of a job that are made to fit as well as can be
@@ -132,6 +132,9 @@ class Search {
     in_rounds("looking", all(), kRound, [](Entry& entry, std::int64_t cutoff_ns) {
       if (entry.group->least_ns() >= cutoff_ns) return;
       entry.group->look(cutoff_ns);
+      // What can be reached at all bounds what else is looked at.
+      const bool fits = entry.group->fastest() != nullptr;
+      if (!fits && entry.group->job().memory_limit) entry.group->spare_most(cutoff_ns);
     });
     state_.looked_at = state_.of;
   }
@@ -226,6 +229,8 @@ class Search {
       }
       chosen = plainest;
     }
+    // Where another job's plan is faster than all that this one could do, nobody has made it fit.
+    if (!found.fits && best_of(job) != kNever) return found;
     found.best = *chosen->candidate;
     std::stable_sort(best_of_groups.begin(), best_of_groups.end(),
                      [this](const Place& a, const Place& b) { return rank(a) < rank(b); });

@@ -57,7 +57,7 @@ struct SearchOptions {
 ///
 /// Best first: pairs of a number of segments and a schedule, of all jobs together, in the order of what their
 /// computing and their bubble take at least; none whose bound says that it cannot be faster by 0.1 %. Then closer
-/// around what is fast, and where memory is short, made to fit. Of plans that are equal to 0.2 % the one that spares
+/// around what is fast, and where memory is short, made to fit. Of plans that are equal to 0.1 % the one that spares
 /// less, splits no backward, has fewer segments, and rather early gathers than zero1. Where nothing fits, the one that
 /// needs least. Throws std::invalid_argument for a job that makes no sense.
 std::vector<PlanFound> search_plans(const std::vector<PlanJob>& jobs, const PlanSpace& space,

@@ -76,14 +76,18 @@ void lighten(const PlanJob& job, const Spared& spared, const TrySpared& tried, c
   }
 }
 
-bool climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns) {
+void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
+           const std::function<bool(const Spared&)>& hopeless) {
   const auto stages = static_cast<std::size_t>(ladder.pp);
   std::vector<int> enough(stages, ladder.top()), failed(stages, -1);
-  if (!all_fit(tried(ladder.at(enough)), fits)) return false;
+  if (!all_fit(tried(ladder.at(enough)), fits)) return;
   const auto is_open = [&](std::size_t stage) { return enough[stage] - failed[stage] > 1; };
   // Stages hardly depend on each other: all of them are halved at once.
   for (bool open = true; open;) {
     open = false;
+    std::vector<int> least = failed;
+    for (int& rung : least) ++rung;
+    if (hopeless(ladder.at(least))) return;
     std::vector<int> middle = enough;
     for (std::size_t stage = 0; stage < stages; ++stage) {
       if (!is_open(stage)) continue;
@@ -101,7 +105,7 @@ bool climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::
       if (!fits(peaks[stage])) enough[stage] = std::min(enough[stage] + 1, ladder.top());
     }
   }
-  if (ladder.spared.leaves == Spared::Leaves::kNothing || ladder.steps.empty()) return true;
+  if (ladder.spared.leaves == Spared::Leaves::kNothing || ladder.steps.empty()) return;
   const auto step_ns = [&](int rung) {
     std::vector<int> rungs = enough;
     for (int& mine : rungs) mine = std::max(mine, rung);
@@ -116,7 +120,6 @@ bool climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::
     }
     rung = best;
   }
-  return true;
 }
 
 }  // namespace fold3d::core

@@ -44,8 +44,9 @@ using Fits = std::function<bool(const StagePeak&)>;
 
 /// Looks for the lowest rungs with which every stage fits, and, where copies make a step longer, for higher ones with
 /// fewer copies that make it shorter; what it looks at, `tried` notes. least_ns: of a step of the plan that spares
-/// nothing. False: not even the highest rungs fit.
-bool climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns);
+/// nothing. `hopeless`: whether what spares so much or more is known to be too slow, which ends the search.
+void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
+           const std::function<bool(const Spared&)>& hopeless);
 
 /// Looks for the least share of micro-batches whose stashes must leave so that every stage fits, where those of all
 /// would do. spared: of all micro-batches.

@@ -92,7 +92,8 @@ def search_meshes(
         if best is None and one.cannot:
             found.append(((3.0, float(mesh.tp), float(mesh.pp)), Tried(mesh, None, one.cannot)))
         elif best is None:
-            found.append(((2.0, one.least_ms, size), Tried(mesh, one, f"at least {one.least_ms:.1f} ms")))
+            tried = Tried(mesh, one, f"at least {one.least_ms:.1f} ms; nothing faster fits")
+            found.append(((2.0, one.least_ms, size), tried))
         elif not one.fits:
             tried = Tried(mesh, one, "does not fit into memory_limit")
             found.append(((1.0, float(one.memory_bytes), best.step_ns), tried))
