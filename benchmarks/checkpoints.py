@@ -62,7 +62,7 @@ class Watch(TrainerCallback):
         self.sent: list[int] = []
         self.more_memory: list[int] = []
         self._began = self._saved = 0.0
-        self._step = 0
+        self._step = self._depth = 0
 
     def watch(self, trainer: Any) -> None:
         """Takes the time of the methods of `trainer` that save, whether they write or wait."""
@@ -77,11 +77,13 @@ class Watch(TrainerCallback):
                 self._memory, self._bytes = of_process("status", "VmRSS"), of_process("io", "wchar")
                 self._loopback = over_loopback()
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            started = time.perf_counter()
+            started, self._depth = time.perf_counter(), self._depth + 1
             try:
                 return method(*arguments, **named)
             finally:
-                self.stopped[self._step] = self.stopped.get(self._step, 0.0) + time.perf_counter() - started
+                self._depth -= 1
+                seconds = 0.0 if self._depth else time.perf_counter() - started  # else it is counted outside
+                self.stopped[self._step] = self.stopped.get(self._step, 0.0) + seconds
 
         return timed
 

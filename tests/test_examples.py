@@ -140,6 +140,8 @@ def compare(case: str, folder: Path, ranks: RankPool, layout: dict[str, int]) ->
     ours = ranks.run(example.run, count, str(EXAMPLES / name), str(folder / "ours"), [*arguments, "2", *options])[0]
     assert len(ours) == len(wanted)
     tolerance = 2e-6 if {*case.split()}.isdisjoint(IN_SINGLE) else 1e-4  # the stock loop sums losses in float32
+    if "--load_in_4bit" in case:  # TRL then trains adapters in bfloat16
+        tolerance = 1e-2
     for mine, theirs in zip(clean(ours), wanted, strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():

@@ -31,14 +31,17 @@ py::dict counters_of(const comm::NicArbiter& arbiter) {
 void bind_nic_arbiter(py::module_& module) {
   py::class_<comm::NicArbiter, std::shared_ptr<comm::NicArbiter>>(
       module, "NicArbiter", "Lets pipeline messages go before data-parallel chunks, for all ranks of a host.")
-      .def(py::init([](const std::string& name, bool preempt) {
-             return std::make_shared<comm::NicArbiter>(name, comm::NicArbiter::Options{.rule = {}, .preempt = preempt});
+      .def(py::init([](const std::string& name, bool preempt, bool gathers_first) {
+             return std::make_shared<comm::NicArbiter>(
+                 name, comm::NicArbiter::Options{.rule = {}, .preempt = preempt, .gathers_first = gathers_first});
            }),
-           py::arg("name") = "", py::arg("preempt") = true,
-           "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone.")
+           py::arg("name") = "", py::arg("preempt") = true, py::arg("gathers_first") = false,
+           "`name`: of the shared memory of the host's ranks, without slashes; empty: this process alone. "
+           "`gathers_first`: reduces yield to gathers, where gathers yield to reduces otherwise.")
       .def(
           "counters", &counters_of,
-          "What this rank saw: preemptions (chunks held for messages or TP.sync), yields (held for reduces), held_ns, "
+          "What this rank saw: preemptions (chunks held for messages or TP.sync), yields (held for DP.sync's first "
+          "kind), held_ns, "
           "preempted_ns (of these, in preemptions), delayed_ns (messages behind chunks that were under way), messages, "
           "message_bytes, message_holds and message_held_ns (messages that waited for TP.sync).")
       .def("unlink", &comm::NicArbiter::unlink,

@@ -59,13 +59,13 @@ def _add_simulate(subcommands: Any) -> None:
 def run_simulate(options: argparse.Namespace) -> None:
     """Prints a table, and draws. Raises: ConfigError for options and files that cannot work, or without scipy."""
     from fold3d.cluster import picture
+    from fold3d.cluster.fields import Field
     from fold3d.cluster.jobs import Cluster
     from fold3d.cluster.rounds import Rules
     from fold3d.cluster.simulate import simulate
     from fold3d.cluster.workload import read
 
-    if not options.round > 0:
-        raise ConfigError(f"--round is {options.round:g}; it must be positive, in seconds")
+    seconds = Field(options.round, "--round").number(above=0.0, unit="in seconds")
     if not 0 < options.overhead < 1:
         raise ConfigError(f"--overhead is {options.overhead:g}; it is a part: above 0, below 1")
     workload = read(Path(options.workload))
@@ -78,15 +78,15 @@ def run_simulate(options: argparse.Namespace) -> None:
     for text in options.gpus:
         cluster = Cluster.parse(text)
         for policy in policies:
-            rules = Rules(seconds=options.round, overhead=options.overhead, fill=policy.fills)
+            rules = Rules(seconds=seconds, overhead=options.overhead, fill=policy.fills)
             reports = [simulate(jobs, policy, cluster, rules) for jobs in draws]
             label = policy.label if len(options.gpus) == 1 else f"{policy.label}; {text}"
             shown[label], gpus[label] = reports[0], cluster.gpus
             rows.append(_row(label, reports))
     jobs = f"{len(draws[0])} jobs" if len(draws) == 1 else f"{len(draws[0])} jobs, drawn {len(draws)} times"
-    print(f"{jobs}; hours from arrival to end; rounds of {options.round:g} s")
+    print(f"{jobs}; hours from arrival to end; rounds of {seconds:g} s")
     print("\n".join(columns(rows)))
-    if options.png:
+    if options.png is not None:
         picture.draw(shown, gpus, Path(options.png))
         print(options.png)
 

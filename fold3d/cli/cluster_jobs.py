@@ -11,6 +11,9 @@ from typing import Any
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
+_LONGEST = 366 * 86400.0
+"""Seconds of a round: a year."""
+
 
 def add(subcommands: Any) -> None:
     """Adds the subcommands to the parser."""
@@ -42,25 +45,30 @@ def add(subcommands: Any) -> None:
 
 def run_submit(options: argparse.Namespace) -> None:
     """Writes the job down; the next round may start it. Raises: ConfigError."""
+    from fold3d.cluster.fields import Field
     from fold3d.cluster.slurm.folder import Folder, Wish, parse_on
+    from fold3d.cluster.workload import MOST_HOURS
 
     script = Path(options.script).absolute()
     if not script.is_file():
         raise ConfigError(f"{script} is no file")
-    if options.deadline is not None and not options.deadline > 0:
-        raise ConfigError(f"--deadline is {options.deadline:g}; it must be positive, in hours from now")
-    if not (math.isfinite(options.weight) and options.weight > 0):
-        raise ConfigError(f"--weight is {options.weight:g}; it must be positive")
+    weight = Field(options.weight, "--weight").number(above=0.0)
+    deadline = math.inf
+    if options.deadline is not None:
+        deadline = Field(options.deadline, "--deadline").number(above=0.0, most=MOST_HOURS, unit="in hours from now")
+    output = Path(options.output).absolute()
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is no folder; name one, which need not be there yet")
     now, folder = time.time(), Folder()
     wish = Wish(
         name=options.name,
         script=str(script),
         arguments=tuple(options.arguments),
         on=parse_on(options.on, Path(options.predicted) if options.predicted else None),
-        output=str(Path(options.output).absolute()),
-        weight=options.weight,
+        output=str(output),
+        weight=weight,
         group=options.group,
-        deadline=math.inf if options.deadline is None else now + 3600.0 * options.deadline,
+        deadline=now + 3600.0 * deadline,
         submitted=now,
     )
     with folder.locked():
@@ -69,7 +77,8 @@ def run_submit(options: argparse.Namespace) -> None:
 
 
 def run_round(options: argparse.Namespace) -> None:
-    """Holds one round, or rounds for ever. Raises: ConfigError."""
+    """Holds one round, or rounds for ever. Raises: ConfigError in the first; later ones are tried again."""
+    from fold3d.cluster.fields import Field
     from fold3d.cluster.jobs import Cluster
     from fold3d.cluster.policies import Policy
     from fold3d.cluster.rounds import Rules
@@ -77,19 +86,32 @@ def run_round(options: argparse.Namespace) -> None:
     from fold3d.cluster.slurm.folder import Folder
     from fold3d.cluster.slurm.moves import hold
 
-    seconds = options.round or options.every or 360.0
-    if not seconds > 0:
-        raise ConfigError(f"rounds of {seconds:g} s cannot be held; --every and --round must be positive")
+    given = {"--round": options.round, "--every": options.every}
+    said = [
+        Field(value, name).number(above=0.0, most=_LONGEST, unit="in seconds")
+        for name, value in given.items()
+        if value is not None
+    ]
     policy = Policy(name=options.policy)
-    while True:
-        begin = time.time()
-        cluster = Cluster.parse(options.gpus) if options.gpus else commands.gpus()
-        _, placed, moved = hold(Folder(), policy, cluster, Rules(seconds=seconds, fill=policy.fills))
-        places = ", ".join(f"{name} on {here.gpus} x {here.kind}" for name, here in sorted(placed.items()))
-        print(f"{policy.label}: {places or 'nobody runs'}; {moved} started or moved", flush=True)
-        if options.every is None:
-            return
-        time.sleep(max(0.0, options.every - (time.time() - begin)))
+    rules = Rules(seconds=[*said, 360.0][0], fill=policy.fills)
+    given_gpus = Cluster.parse(options.gpus) if options.gpus is not None else None
+
+    def once() -> None:
+        held = hold(Folder(), policy, given_gpus or commands.gpus(), rules)
+        for name, reason in sorted(held.left_out.items()):
+            print(f"{name} is left as it is: {reason}")
+        places = ", ".join(f"{name} on {here.gpus} x {here.kind}" for name, here in sorted(held.placed.items()))
+        print(f"{policy.label}: {places or 'nobody runs'}; {held.moved} started or moved", flush=True)
+
+    begin = time.monotonic()
+    once()
+    while options.every is not None:
+        time.sleep(max(0.0, begin + options.every - time.monotonic()))
+        begin = time.monotonic()
+        try:
+            once()
+        except ConfigError as error:
+            print(f"this round failed, the next is in {options.every:g} s: {error}", flush=True)
 
 
 def run_status(options: argparse.Namespace) -> None:
@@ -100,8 +122,8 @@ def run_status(options: argparse.Namespace) -> None:
     folder = Folder()
     state, (ledger, _) = look(folder), folder.ledger()
     rows: list[tuple[str, ...]] = [("job", "group", "weight", "state", "on", "rate", "", "owed, GPU hours")]
-    for wish in folder.wishes():
-        ended, here = folder.ended(wish.name), state.place_of(wish)
+    for wish in state.wishes:
+        here = state.place_of(wish)
         rate, source = "", ""
         if here is not None:
             known = next(e for o, e in state.estimates[wish.name].items() if (o.kind, o.gpus) == (here.kind, here.gpus))
@@ -109,8 +131,12 @@ def run_status(options: argparse.Namespace) -> None:
         owed = sum(seconds * place.gpus for place, seconds in ledger.debts.items() if wish.name in place.jobs) / 3600.0
         now = state.queued[wish.name][-1].state.lower() if wish.name in state.queued else "waiting"
         on = str(wish.place(here)) if here is not None else ""
-        rows.append((wish.name, wish.group, f"{wish.weight:g}", ended or now, on, rate, source, f"{owed:.2f}"))
+        rows.append((wish.name, wish.group, f"{wish.weight:g}", now, on, rate, source, f"{owed:.2f}"))
+    rows += [(wish.name, wish.group, f"{wish.weight:g}", how, "", "", "", "") for wish, how in state.ended]
+    rows += [(name, "", "", "left as it is", "", "", "", "") for name in sorted(state.left_out)]
     print("\n".join(columns(rows)))
+    for name, reason in sorted(state.left_out.items()):
+        print(f"{name}: {reason}")
 
 
 def run_cancel(options: argparse.Namespace) -> None:

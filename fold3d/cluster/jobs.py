@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fold3d.errors import ConfigError
+
+
+class JobError(ConfigError):
+    """One of the jobs cannot be had; the others could go on without it."""
+
+    def __init__(self, job: str, message: str) -> None:
+        """Args:
+        job: its name.
+        """
+        super().__init__(message)
+        self.job = job
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +104,22 @@ class Cluster:
         """Returns what `a100:8@2.5,t4:16` says: 8 GPUs at 2.5 an hour each, and 16. Raises: ConfigError."""
         kinds = []
         for part in text.split(","):
-            found = re.fullmatch(r"([\w.-]+):(\d+)(?:@(\d+(?:\.\d*)?))?", part.strip())
+            found = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:@(\d{1,9}(?:\.\d*)?))?", part.strip())
             if found is None:
                 raise ConfigError(
                     f"{part!r} is no kind of GPU; write KIND:COUNT or KIND:COUNT@PRICE, such as a100:8@2.5"
                 )
             kinds.append(Kind(found[1], int(found[2]), float(found[3] or 0.0)))
         return cls(tuple(kinds))
+
+    def without(self, places: Iterable[Place]) -> Cluster | None:
+        """Returns what is left of it beside jobs in these places; None where that is nothing."""
+        taken: dict[str, int] = {}
+        for place in places:
+            taken[place.kind] = taken.get(place.kind, 0) + place.gpus
+        left = [(kind, kind.gpus - taken.get(kind.name, 0)) for kind in self.kinds]
+        kinds = tuple(replace(kind, gpus=gpus) for kind, gpus in left if gpus > 0)
+        return Cluster(kinds) if kinds else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +201,8 @@ def isolated_rates(jobs: Sequence[Job], cluster: Cluster) -> list[float]:
 
 
 def most_gpus(job: Job) -> int:
-    """Returns on how many GPUs the job runs at most."""
-    return max(option.gpus for option in job.options if option.rate > 0)
+    """Returns on how many GPUs the job runs at most; 0 where it runs nowhere."""
+    return max((option.gpus for option in job.options if option.rate > 0), default=0)
 
 
 def blind(jobs: Sequence[Job], cluster: Cluster) -> list[Job]:

@@ -47,7 +47,7 @@ def draw(reports: Mapping[str, Report], gpus: Mapping[str, int], path: Path) -> 
     fair.axvline(1.0, color="#888888", lw=0.8, ls="--")
     fair.set(xlabel="time over that with an equal part (1: fair)", ylabel="jobs below, %", ylim=(0, 101))
     try:
-        figure.savefig(path)
+        figure.savefig(path, format="png")  # said, so that matplotlib does not write to another file, with a suffix
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fold3d.cluster.fields import Field
 from fold3d.cluster.jobs import Option
 from fold3d.errors import ConfigError
 
@@ -26,6 +27,10 @@ NOISE = 0.03
 """Of a measurement that says nothing of its own."""
 _FAR = 2.0
 """Standard deviations between two rates whose order is settled."""
+_UNITS = 1e12
+"""A measured rate that is off its prediction by more than this factor is in another unit."""
+_MOST = 1e30
+"""No rate is higher, in whatever unit."""
 _VERSION = 1
 
 
@@ -72,21 +77,30 @@ class Measured:
     @classmethod
     def read(cls, path: Path) -> Measured:
         """Returns what a job has measured; nothing where there is no file yet. Raises: ConfigError for another file."""
-        if not path.exists():
+        told = Field.load(path, "measured rates", "delete the file, and all is measured anew", optional=True)
+        if told.absent:
             return cls()
-        try:
-            found = json.loads(path.read_text())
-            if found["version"] != _VERSION:
-                raise ConfigError(f"{path} has version {found['version']}; this fold3d reads {_VERSION}")
-            return cls(
-                rates=tuple(Measurement(**one) for one in found["rates"]),
-                save_seconds=float(found["save_seconds"]),
-                start_seconds=float(found["start_seconds"]),
-                done=float(found["done"]),
-                left=math.inf if found["left"] is None else float(found["left"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no file of measured rates: {error}") from None
+        if told.at("version").whole(least=1) != _VERSION:
+            raise told.error(f"has version {told.value['version']}; this fold3d reads {_VERSION}")
+        left = told.known("version", *(field.name for field in fields(cls))).at("left")
+        return cls(
+            rates=tuple(_measurement(one) for one in told.at("rates").entries()),
+            save_seconds=told.at("save_seconds").number(unit="in seconds"),
+            start_seconds=told.at("start_seconds").number(unit="in seconds"),
+            done=told.at("done").number(),
+            left=math.inf if left.value is None else left.number(),
+        )
+
+
+def _measurement(told: Field) -> Measurement:
+    told.known(*(field.name for field in fields(Measurement)))
+    return Measurement(
+        kind=told.at("kind").text(),
+        gpus=told.at("gpus").whole(least=1),
+        rate=told.at("rate").number(above=0.0, most=_MOST),
+        error=told.at("error").number(above=0.0, default=NOISE),
+        layout=told.at("layout").text(default=""),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,7 @@ def estimate(predicted: Sequence[Option], measured: Sequence[Measurement]) -> di
     """Returns the rate of each option that was predicted: what was measured there, else the prediction as corrected by
     what was measured elsewhere. Options on which the job does not fit (rate 0) keep that.
 
-    Raises: ConfigError for a measurement that is not positive.
+    Raises: ConfigError for a measurement that is not positive, or that cannot be in the unit of the predictions.
     """
     fit = [option for option in predicted if option.rate > 0]
     known = {(option.kind, option.gpus): number for number, option in enumerate(fit)}
@@ -111,6 +125,11 @@ def estimate(predicted: Sequence[Option], measured: Sequence[Measurement]) -> di
     for one in seen:
         if not one.rate > 0 or not one.error > 0:
             raise ConfigError(f"{one.kind} x{one.gpus}: measured {one.rate} +- {one.error}; both must be positive")
+        told = fit[known[one.kind, one.gpus]].rate
+        if not 1.0 / _UNITS < one.rate / told < _UNITS:
+            raise ConfigError(
+                f"{one.kind} x{one.gpus}: measured {one.rate:g}, predicted {told:g}; they must be in the same unit"
+            )
     kind = np.array([option.kind for option in fit])
     same_kind = kind[:, None] == kind[None, :]
     spread = OFF_ALL**2 + OFF_KIND**2 * same_kind + OFF_COUNT**2 * np.eye(len(fit))
@@ -158,23 +177,23 @@ def read_predictions(path: Path) -> tuple[Option, ...]:
 
     Rates are tokens per second. Raises: ConfigError.
     """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as predicted rates: {error}") from None
-    return options_of(found.get("rates") if isinstance(found, dict) else None, str(path))
+    return options_of(Field.load(path, "predicted rates").at("rates"))
 
 
-def options_of(found: Any, where: str) -> tuple[Option, ...]:
+def options_of(told: Field) -> tuple[Option, ...]:
     """Returns the options that JSON lists as above, or short as `{"a100": 4.0, "t4:2": 1.5}` (kind, or kind:gpus)."""
-    try:
-        if isinstance(found, dict):
-            parts = ((name.partition(":"), rate) for name, rate in found.items())
-            made = tuple(Option(kind, int(gpus or 1), float(rate)) for (kind, _, gpus), rate in parts)
-        else:
-            made = tuple(Option(str(one["kind"]), int(one["gpus"]), float(one["rate"])) for one in found)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: rates need kind, gpus and rate: {error!r}") from None
-    if not made or len({(one.kind, one.gpus) for one in made}) < len(made):
-        raise ConfigError(f"{where}: there must be some rates, one for each kind and number of GPUs")
-    return made
+    made = []
+    if isinstance(told.value, dict):
+        for name, rate in told.items().items():
+            found = re.fullmatch(r"([^:]+)(?::(\d{1,9}))?", name)
+            if found is None:
+                raise rate.error("is no kind of GPU; write KIND or KIND:GPUS, such as a100:2")
+            made.append((found[1], Field(int(found[2] or 1), rate.path, rate.file), rate))
+    elif isinstance(told.value, list):
+        made = [(one.at("kind").text(), one.at("gpus"), one.at("rate")) for one in told.entries()]
+    else:
+        raise told.wrong('a list of rates with kind, gpus and rate, or an object such as {"a100": 4.0, "t4:2": 1.5}')
+    options = tuple(Option(kind, gpus.whole(least=1), rate.number(most=_MOST)) for kind, gpus, rate in made)
+    if not options or len({(one.kind, one.gpus) for one in options}) < len(options):
+        raise told.error("must have some rates, one for each kind and number of GPUs")
+    return options

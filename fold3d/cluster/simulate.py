@@ -13,7 +13,8 @@ from fold3d.cluster.workload import Arrival
 from fold3d.errors import ConfigError
 
 _HOUR = 3600.0
-_MOST_ROUNDS = 1_000_000
+_MOST_ROUNDS = 200_000
+"""Two years, in rounds of six minutes. With 20 jobs that are there at once, it takes two minutes to simulate them."""
 _MOST_IDLE = 1000
 """Rounds in which nobody runs although jobs are there."""
 _BY_TIME = ("finish_time", "makespan", "shortest", "cost")
@@ -188,6 +189,7 @@ class _Run:
         wanted = {self.arrivals[number].name for number in looked_at}
         if not wanted:
             raise ConfigError(f"none of the {len(self.arrivals)} jobs is looked at")
+        self._check_lengths()
         coming, changed, idle = 0, True, 0
         allocation, jobs = Allocation(()), list[Job]()
         while not wanted <= self.finished.keys():
@@ -218,6 +220,17 @@ class _Run:
             moving=self.lost / total if total else 0.0,
             history=tuple(self.history),
         )
+
+    def _check_lengths(self) -> None:
+        """Raises: ConfigError for a job that cannot be done in as many rounds as are simulated."""
+        for arrival in self.arrivals:
+            best = max((option.rate for option in arrival.options), default=0.0)
+            least = (arrival.start_seconds + arrival.work / best) / self.rules.seconds if best else 0.0
+            if least > _MOST_ROUNDS:
+                raise ConfigError(
+                    f"job {arrival.name} takes at least {least:.3g} rounds of {self.rules.seconds:g} s, and only "
+                    f"{_MOST_ROUNDS} are simulated; make rounds longer, or mend its work, its rates or its start"
+                )
 
     def _cost(self) -> float:
         return sum(self.busy.get(kind.name, 0.0) * kind.price for kind in self.cluster.kinds) / _HOUR

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from fold3d.cluster.fields import Field
 from fold3d.cluster.jobs import Option
 from fold3d.cluster.policies.fair import Group
 from fold3d.cluster.rates import options_of
 from fold3d.errors import ConfigError
 
 _HOUR = 3600.0
+MOST_HOURS = 1e6
+"""A century and some: later than that nothing comes, and no part of a job takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +57,12 @@ class Workload:
 
     def draw(self, *, count: int, per_hour: float, seed: int) -> tuple[Arrival, ...]:
         """Returns `count` jobs drawn from the file's, at random moments: a Poisson process of so many per hour."""
-        if count < 1 or not per_hour > 0:
-            raise ConfigError(f"{count} jobs at {per_hour:g} an hour cannot be drawn; both must be positive")
+        if count < 1 or not 0 < per_hour < math.inf:
+            raise ConfigError(f"{count} jobs at {per_hour:g} an hour cannot be drawn; both must be positive and finite")
+        if not count <= per_hour * MOST_HOURS:
+            raise ConfigError(
+                f"{count} jobs at {per_hour:g} an hour come over more than {MOST_HOURS:g} hours; draw fewer"
+            )
         chance = random.Random(seed)
         drawn, now = [], 0.0
         for number in range(count):
@@ -69,66 +74,70 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Returns the workload of a JSON file (its form: docs/cluster.md). Raises: ConfigError that names what is wrong."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a workload: {error}") from None
-    if not isinstance(found, dict) or not found.get("jobs"):
+    told = Field.load(path, "a workload").known("models", "groups", "jobs")
+    models = {name: model.known(*_FIELDS) for name, model in told.at("models").items().items()}
+    jobs = [_arrival(job, models, number) for number, job in enumerate(told.at("jobs").entries())]
+    if not jobs:
         raise ConfigError(f'{path} has no jobs; it needs {{"models": {{...}}, "jobs": [...]}}')
-    models = found.get("models", {})
-    jobs = [_arrival(job, models, number, path) for number, job in enumerate(found["jobs"])]
-    names = {job.name for job in jobs}
-    if len(names) < len(jobs):
+    if len({job.name for job in jobs}) < len(jobs):
         raise ConfigError(f"{path}: two jobs have one name; leave names out, or give each its own")
-    try:
-        groups = {name: Group(**group) for name, group in found.get("groups", {}).items()}
-    except TypeError as error:
-        raise ConfigError(f"{path}: a group has weight and inside: {error}") from None
+    groups = {name: _group(group) for name, group in told.at("groups").items().items()}
     return Workload(tuple(sorted(jobs, key=lambda job: job.at)), groups)
 
 
-_FIELDS = {
+def _group(told: Field) -> Group:
+    told.known("weight", "inside")
+    return Group(
+        told.at("weight").number(above=0.0, default=1.0), told.at("inside").one_of(("fair", "fifo"), default="fair")
+    )
+
+
+_FIELDS = (
     *("model", "name", "at_hours", "work", "hours_on", "rates", "predicted", "weight", "group", "deadline_hours"),
     *("save_seconds", "start_seconds"),
-}
+)
 
 
-def _arrival(job: Any, models: Mapping[str, Any], number: int, path: Path) -> Arrival:
-    where = f"{path}, job {number}"
-    if not isinstance(job, dict):
-        raise ConfigError(f"{where} is {job!r}; it must be an object with a model or rates")
-    if "model" in job and job["model"] not in models:
-        raise ConfigError(
-            f"{where}: the model {job['model']!r} is not among {', '.join(models) or 'the models: there are none'}"
-        )
-    own = {**models.get(job.get("model", ""), {}), **job}
-    if set(own) - _FIELDS:
-        raise ConfigError(
-            f"{where} has {', '.join(sorted(set(own) - _FIELDS))}; known are {', '.join(sorted(_FIELDS))}"
-        )
-    options = options_of(own.get("rates"), where)
-    if "hours_on" in own:
-        place, hours = own["hours_on"]
-        rates = {f"{option.kind}:{option.gpus}": option.rate for option in options}
-        key = place if ":" in place else f"{place}:1"
-        if key not in rates:
-            raise ConfigError(f"{where}: hours_on names {place}, on which it has no rate; it has {', '.join(rates)}")
-        work = float(hours) * _HOUR * rates[key]
-    else:
-        work = float(own.get("work", 0.0))
-    if not (math.isfinite(work) and work > 0):
-        raise ConfigError(
-            f'{where}: its work is {work}; say "work" in the unit of the rates, or "hours_on": ["a100:1", 3.5]'
-        )
+def _arrival(told: Field, models: Mapping[str, Field], number: int) -> Arrival:
+    told.known(*_FIELDS)
+    model = told.at("model").one_of(tuple(models)) if "model" in told else None
+
+    def own(name: str) -> Field:
+        common = models[model] if model is not None else told
+        return common.at(name) if name in common and name not in told else told.at(name)
+
+    def seconds(name: str) -> float:
+        return own(name).number(most=MOST_HOURS * _HOUR, default=0.0, unit="in seconds")
+
+    options = options_of(own("rates"))
     return Arrival(
-        name=str(own.get("name", f"{own.get('model', 'job')}-{number}")),
-        at=float(own.get("at_hours", 0.0)) * _HOUR,
-        work=work,
+        name=own("name").text(default=f"{model or 'job'}-{number}"),
+        at=own("at_hours").number(most=MOST_HOURS, default=0.0, unit="in hours") * _HOUR,
+        work=_work(own, options),
         options=options,
-        predicted=options_of(own["predicted"], where) if "predicted" in own else (),
-        weight=float(own.get("weight", 1.0)),
-        group=str(own.get("group", "")),
-        deadline=float(own.get("deadline_hours", math.inf)) * _HOUR,
-        save_seconds=float(own.get("save_seconds", 0.0)),
-        start_seconds=float(own.get("start_seconds", 0.0)),
+        predicted=() if (predicted := own("predicted")).absent else options_of(predicted),
+        weight=own("weight").number(above=0.0, default=1.0),
+        group=own("group").text(default=""),
+        deadline=own("deadline_hours").number(above=0.0, most=MOST_HOURS, default=math.inf, unit="in hours") * _HOUR,
+        save_seconds=seconds("save_seconds"),
+        start_seconds=seconds("start_seconds"),
     )
+
+
+def _work(own: Callable[[str], Field], options: Sequence[Option]) -> float:
+    """Returns a job's work in the unit of its rates. What it says wins over what its model says.
+
+    Args:
+        own: gives its fields, or its model's.
+    """
+    told = own("hours_on")
+    if told.absent:
+        if own("work").absent:
+            raise own("work").error('is missing; say it in the unit of the rates, or "hours_on": ["a100:1", 3.5]')
+        return own("work").number(above=0.0, unit="in the unit of the rates")
+    place, hours = told.entries(2, '["a100:1", 3.5]')
+    rates = {f"{option.kind}:{option.gpus}": option.rate for option in options if option.rate > 0}
+    key = place.text() if ":" in place.text() else f"{place.text()}:1"
+    if key not in rates:
+        raise place.error(f"is {place.value!r}, on which it has no rate; it has {', '.join(rates)}")
+    return hours.number(above=0.0, most=MOST_HOURS, unit="in hours") * _HOUR * rates[key]

@@ -166,7 +166,13 @@ def warn_of_hosts(spread: int, topology: Topology, cost: str) -> None:
 
 
 def join_nic_arbiter(
-    topology: Topology, groups: Groups, job: str, preempt: bool, device: torch.device | None = None
+    topology: Topology,
+    groups: Groups,
+    job: str,
+    preempt: bool,
+    device: torch.device | None = None,
+    *,
+    gathers_first: bool = False,
 ) -> _C.NicArbiter:
     """Returns the arbiter that this host's ranks share, since they share its network card; all ranks of the job call.
 
@@ -176,6 +182,7 @@ def join_nic_arbiter(
     Args:
         job: names this engine; the same on every rank.
         device: where this rank's tensors lie; None: in host memory, which has one card.
+        gathers_first: sums of gradients yield to gathers; the same on every rank.
     """
     if topology.world == 1:
         return _C.NicArbiter("", preempt)
@@ -189,9 +196,9 @@ def join_nic_arbiter(
 
     token = groups.world.decide((host, card), verdict)
     if not token:  # known to all: else every rank goes on
-        return _C.NicArbiter("", preempt)
+        return _C.NicArbiter("", preempt, gathers_first)
     digest = hashlib.sha256(f"{job} {token} {card}".encode()).hexdigest()[:24]
-    arbiter = _C.NicArbiter(f"fold3d-{digest}", preempt)
+    arbiter = _C.NicArbiter(f"fold3d-{digest}", preempt, gathers_first)
     try:
         groups.world.barrier()
     finally:  # everybody has it, or nobody will need it: the name can go, the memory lives as long as they do

@@ -139,6 +139,17 @@ class Bucket:
             view.copy_(parameter.data)
             parameter.data = view
 
+    def add_version(self) -> list[Tensor]:
+        """Weights have two versions from now on, alike at first. Returns the flat tensors, the newest first."""
+        self.flatten_parameters()
+        assert self.weights is not None
+        self.versions = [self.weights, self.weights.clone()]
+        return self.versions
+
+    def use_version(self, number: int) -> None:
+        """This one of the `versions` is the newest."""
+        self.weights = self.versions[number]
+
     def holds(self, parameter: Parameter) -> bool:
         """Whether the parameter's memory is in `weights`, or in another of the `versions`."""
         assert self.weights is not None

@@ -96,7 +96,9 @@ def _connect(
     progress.life.end_with(groups)
     undo.callback(groups.close)
     undo.callback(progress.life.forget, groups)
-    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device)
+    # Late sums have a whole step to travel; what is gathered is needed first.
+    late = config.gradient_delay > 0
+    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device, gathers_first=late)
     hosts, clock = find_hosts(groups), _C.StreamClock(device)
     makes_room = topology.dp > 1 and config.preempt and hosts.messages
     shards: _C.TensorSync | None = None

@@ -69,8 +69,11 @@ class WalksActions(Protocol):
 class Progress:
     """Where this rank is, and in `life` whether it may go on."""
 
-    def __init__(self) -> None:
-        self.life = Lifetime()
+    def __init__(self, life: Lifetime | None = None) -> None:
+        """Args:
+        life: of the rank, where another thread of it has a Progress of its own; None: this is the first.
+        """
+        self.life = life or Lifetime()
         self.run = 0
         self.schedule: Schedule | None = None
         """Of the last run begun."""

@@ -100,7 +100,7 @@ def compute_as_linear(copied: nn.Module, weight: Callable[[tuple[int, int], torc
     dtype: Any = getattr(copied, "compute_dtype", None)
     if dtype is None:
         dtype = torch.get_default_dtype() if copied.bias is None else copied.bias.dtype
-    copied.weight = weight((copied.out_features, copied.in_features), dtype)
+    copied.register_parameter("weight", weight((copied.out_features, copied.in_features), dtype))
     vars(copied)["forward"] = _Linear(copied)
 
 

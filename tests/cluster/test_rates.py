@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fold3d.cluster.fields import Field
 from fold3d.cluster.jobs import Option
 from fold3d.cluster.rates import Measured, Measurement, estimate, options_of, probe, read_predictions
 from fold3d.errors import ConfigError
@@ -62,9 +63,9 @@ def test_the_file_beside_the_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "is no file of measured rates"),
+        ("{", "cannot be read as measured rates"),
         ('{"version": 2}', "has version 2; this fold3d reads 1"),
-        ('{"version": 1, "rates": [{"sort": 1}]}', "is no file of measured rates"),
+        ('{"version": 1, "left": 0, "rates": [{"sort": 1}]}', r"rates\[0\] has 'sort'; known are kind, gpus, rate"),
     ],
 )
 def test_a_file_of_something_else(tmp_path: Path, text: str, message: str) -> None:
@@ -80,7 +81,7 @@ def test_predictions(tmp_path: Path) -> None:
         '{"rates": [{"kind": "a100", "gpus": 2, "rate": 61000.0}, {"kind": "t4", "gpus": 1, "rate": 9000}]}'
     )
     assert read_predictions(path) == (Option("a100", 2, 61000.0), Option("t4", 1, 9000.0))
-    assert options_of({"a100:2": 61000, "t4": 9000}, "here") == read_predictions(path)
+    assert options_of(Field({"a100:2": 61000, "t4": 9000}, "here")) == read_predictions(path)
     for bad in ("[]", "{}", '{"rates": []}', '{"rates": [{"kind": "t4"}]}', '{"rates": {"t4:x": 1}}'):
         path.write_text(bad)
         with pytest.raises(ConfigError, match=r"predicted\.json"):
@@ -88,9 +89,11 @@ def test_predictions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as predicted rates"):
         read_predictions(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match="one for each kind and number"):
-        options_of({"t4": 1.0, "t4:1": 2.0}, "here")
+        options_of(Field({"t4": 1.0, "t4:1": 2.0}, "here"))
 
 
 def test_measurements_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"a x1: measured 0\.0"):
         estimate(PREDICTED, [Measurement("a", 1, 0.0)])
+    with pytest.raises(ConfigError, match=r"a x1: measured 1e\+20, predicted 100; they must be in the same unit"):
+        estimate(PREDICTED, [Measurement("a", 1, 1e20)])

@@ -143,21 +143,24 @@ def test_a_workload_from_a_file(tmp_path: Path) -> None:
     "change, message",
     [
         ({"jobs": []}, "has no jobs"),
-        ({"jobs": [{"model": "x"}]}, "job 0: the model 'x' is not among m"),
-        ({"jobs": [{"model": "m"}]}, 'job 0: its work is 0.0; say "work"'),
-        ({"jobs": [{"model": "m", "hours": 1.0}]}, "job 0 has hours; known are"),
+        ({"jobs": [{"model": "x"}]}, r"jobs\[0\]\.model is 'x'; it must be one of m"),
+        ({"jobs": [{"model": "m"}]}, r"jobs\[0\]\.work is missing; say it in the unit of the rates, or"),
+        ({"jobs": [{"model": "m", "hours": 1.0}]}, r"jobs\[0\] has 'hours'; known are"),
         (
             {"jobs": [{"model": "m", "hours_on": ["p", 1.0]}]},
-            "hours_on names p, on which it has no rate; it has v:1, k:2",
+            r"hours_on\[0\] is 'p', on which it has no rate; it has v:1, k:2",
         ),
-        ({"jobs": [{"work": 1.0}]}, "job 0: rates need kind, gpus and rate"),
-        ({"jobs": [3]}, "job 0 is 3; it must be an object"),
+        (
+            {"jobs": [{"work": 1.0}]},
+            r"jobs\[0\]\.rates is missing; it must be a list of rates with kind, gpus and rate",
+        ),
+        ({"jobs": [3]}, r"jobs\[0\] is 3; it must be an object"),
         (
             {"jobs": [{"model": "m", "work": 1.0, "predicted": {"v": 2.0, "t4": 1.0}}]},
             "job m-0: a rate is predicted on t4 x1, but it has no true one there",
         ),
         ({"jobs": [{"model": "m", "name": "a", "work": 1.0}] * 2}, "two jobs have one name"),
-        ({"groups": {"lab": {"wait": 1}}}, "a group has weight and inside"),
+        ({"groups": {"lab": {"wait": 1}}}, r"groups\.lab has 'wait'; known are weight, inside"),
     ],
 )
 def test_a_workload_that_cannot_be_read(tmp_path: Path, change: dict, message: str) -> None:
@@ -174,8 +177,16 @@ def test_what_cannot_be_simulated() -> None:
         simulate([arrival("a", 1.0)], FAIR, ONE, looked_at=range(0))
     with pytest.raises(ConfigError, match="two jobs have the name a"):
         simulate([arrival("a", 1.0)] * 2, FAIR, ONE)
-    with pytest.raises(ConfigError, match="job a can run nowhere here"):
-        simulate([arrival("a", 1.0)], FAIR, Cluster.parse("k:1"))
+    for here in (Option("v", 1, 1.0), Option("k", 1, 0.0)):
+        with pytest.raises(ConfigError, match=r"job a can run nowhere here: .*; there are k x1"):
+            simulate([arrival("a", 1.0, options=(here,))], FAIR, Cluster.parse("k:1"))
+    for long in (arrival("a", 1.0, start_seconds=math.inf), arrival("a", 1.0, options=(Option("v", 1, 1e-300),))):
+        with pytest.raises(ConfigError, match=r"job a takes at least .* rounds of 360 s, and only 200000 are"):
+            simulate([long], FAIR, ONE)
+    with pytest.raises(ConfigError, match=r"job a takes at least 1e\+09 rounds of 1e-09 s"):
+        simulate([arrival("a", 1.0)], FAIR, ONE, Rules(seconds=1e-9))
     with pytest.raises(ConfigError, match="cannot be drawn; both must be positive"):
         workload.Workload((arrival("a", 1.0),), {}).draw(count=0, per_hour=1.0, seed=0)
+    with pytest.raises(ConfigError, match=r"5 jobs at 1e-300 an hour come over more than 1e\+06 h"):
+        workload.Workload((arrival("a", 1.0),), {}).draw(count=5, per_hour=1e-300, seed=0)
     assert Rules().lease(0.0) == 360.0 and Rules().lease(27.0) == pytest.approx(540.0)

@@ -180,10 +180,6 @@ def _updates_in_place() -> None:
     WeightVersions.fill = wrong  # type: ignore[method-assign]
 
 
-def _norm_of_a_part_of_the_next_step() -> None:
-    WithoutFlush._sum_norm = lambda sync: super(WithoutFlush, sync)._sum_norm()  # type: ignore
-
-
 FAULTS = [_points_at_the_newest, _points_at_nothing, _updates_in_place]
 
 

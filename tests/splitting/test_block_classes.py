@@ -17,7 +17,7 @@ from fold3d.splitting.block_classes import BlockClasses, _computed
 from fold3d.splitting.capture import capture
 from fold3d.splitting.overrides import Overrides
 from fold3d.trace import Trace
-from fold3d.trace import capture as capture_module
+from fold3d.trace import shadow as shadow_module
 from fold3d.trace.capture import trace_call
 from tests.splitting.shared import compare
 
@@ -248,7 +248,7 @@ def test_blocks_that_are_made_alike_stand_for_each_other(monkeypatch: pytest.Mon
 
     def fake_copy(module: nn.Module, *others: Any) -> nn.Module:
         copied.append(module)
-        return capture_module.fake_copy(module, *others)
+        return shadow_module.fake_copy(module, *others)
 
     monkeypatch.setattr("fold3d.trace.shape_only.fake_copy", fake_copy)
     model, batch = Lengthening(), {"x": torch.zeros(2, 8, WIDTH)}

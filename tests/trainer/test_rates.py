@@ -51,6 +51,6 @@ def test_what_was_measured_is_beside_the_checkpoints(ranks: RankPool, tmp_path: 
 def test_another_file_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text("[]")
     args = fold3d.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match="is no file of measured rates"):
+    with pytest.raises(ConfigError, match=r"rates\.json is \[\]; it must be an object"):
         fold3d.RatesCallback("x").on_train_begin(args, None, None)
     assert math.isinf(Measured().left)

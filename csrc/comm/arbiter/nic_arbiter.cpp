@@ -21,7 +21,7 @@ namespace {
 constexpr std::uint64_t kVersion = 0x4633444741544532;  // "F3DGATE2"
 constexpr unsigned kFieldBits = 21;
 constexpr std::uint64_t kFieldMask = (1u << kFieldBits) - 1;
-constexpr std::size_t kReduces = 2;  // the kinds before it are the directions of messages,
+constexpr std::size_t kSlices = 2;   // the kinds before it are the directions of messages,
 constexpr std::size_t kTensors = 3;  // from here on those of TP.sync
 constexpr std::size_t kFieldsOfWord = 3;
 
@@ -62,6 +62,7 @@ NicArbiter::NicArbiter(const std::string& shared_name) : NicArbiter(shared_name,
 NicArbiter::NicArbiter(const std::string& shared_name, const Options& options)
     : rule_(options.rule),
       preempt_(options.preempt),
+      first_(options.gathers_first ? Traffic::kGather : Traffic::kReduce),
       memory_(shared_name, sizeof(State)),
       state_(*static_cast<State*>(memory_.data())) {
   std::uint64_t version = 0;
@@ -113,9 +114,9 @@ void NicArbiter::message_begins(Direction direction, std::size_t bytes) {
 
 void NicArbiter::message_ends(Direction direction) { end_own(kind_of(direction)); }
 
-void NicArbiter::reduce_begins(std::size_t bytes) { begins(kReduces, bytes); }
+void NicArbiter::slice_begins(std::size_t bytes) { begins(kSlices, bytes); }
 
-void NicArbiter::reduce_ends() { end_own(kReduces); }
+void NicArbiter::slice_ends() { end_own(kSlices); }
 
 void NicArbiter::tensor_begins(Direction direction, std::size_t bytes) { begins(tensors_of(direction), bytes); }
 
@@ -148,14 +149,13 @@ std::int64_t NicArbiter::hold_message(Direction direction) {
 
 std::int64_t NicArbiter::hold(Direction direction, Traffic traffic, std::int64_t limit_ns) {
   return hold_slice(
-      {.kinds = {tensors_of(direction), kind_of(direction), kReduces}, .count = traffic == Traffic::kGather ? 3u : 2u},
-      limit_ns);
+      {.kinds = {tensors_of(direction), kind_of(direction), kSlices}, .count = traffic == first_ ? 2u : 3u}, limit_ns);
 }
 
 std::int64_t NicArbiter::hold_both_ways(Traffic traffic, std::int64_t limit_ns) {
   constexpr Direction kSend = Direction::kSend, kReceive = Direction::kReceive;
-  return hold_slice({.kinds = {tensors_of(kSend), tensors_of(kReceive), kind_of(kSend), kind_of(kReceive), kReduces},
-                     .count = traffic == Traffic::kGather ? 5u : 4u},
+  return hold_slice({.kinds = {tensors_of(kSend), tensors_of(kReceive), kind_of(kSend), kind_of(kReceive), kSlices},
+                     .count = traffic == first_ ? 4u : 5u},
                     limit_ns);
 }
 
@@ -183,7 +183,7 @@ NicArbiter::Held NicArbiter::hold_for(const Urgency& urgency, std::int64_t limit
     for (const std::size_t kind : kinds) {
       const std::int64_t kind_ns = std::min(start_ns(ready_ns, kind), latest_ns);
       until_ns = std::max(until_ns, kind_ns);
-      for_urgent = for_urgent || (kind_ns > now && kind != kReduces);
+      for_urgent = for_urgent || (kind_ns > now && kind != kSlices);
     }
     if (until_ns <= now) break;
     // Who begins meanwhile moves the time; that is looked at when the time has come.

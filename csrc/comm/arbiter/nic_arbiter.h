@@ -14,8 +14,8 @@
 namespace fold3d::comm {
 
 /// Where traffic waits for more urgent traffic on the same network card. TP.sync outranks pipeline messages (PP.sync),
-/// which outrank slices of data-parallel traffic (DP.sync); among these, gathers yield to reduces. How long is
-/// core::HoldRule's decision.
+/// which outrank slices of data-parallel traffic (DP.sync); among these, gathers yield to reduces, or reduces to
+/// gathers where Options say so. How long is core::HoldRule's decision.
 ///
 /// The ranks of one host share a card, so they share a arbiter: its state is in shared memory when it has a name.
 /// Nobody ever owns that state: counts and times are atomics, and waits are futexes with a deadline. A rank that
@@ -33,13 +33,14 @@ class NicArbiter {
 
   struct Options {
     core::HoldRule::Options rule = {};
-    bool preempt = true;  ///< false: hold() never waits
+    bool preempt = true;         ///< false: hold() never waits
+    bool gathers_first = false;  ///< reduces yield to gathers; the same on all ranks of the host
   };
 
   /// What this object saw, not the other ranks of the host.
   struct Counters {
     std::int64_t preemptions = 0;    ///< holds of a slice that waited for a message or for TP.sync
-    std::int64_t yields = 0;         ///< holds of a gather that waited for reduces only
+    std::int64_t yields = 0;         ///< holds of the second kind of DP.sync that waited for the first only
     std::int64_t held_ns = 0;        ///< in all holds of slices together
     std::int64_t preempted_ns = 0;   ///< of these, in preemptions: sending time that slices lost
     std::int64_t delayed_ns = 0;     ///< that messages waited for slices which were under way when they began
@@ -65,9 +66,11 @@ class NicArbiter {
   /// It is through. One call for each message_begins().
   void message_ends(Direction direction);
 
-  /// A reduce-scatter slice of `bytes` (0: not known) wants to be sent; it has been. As for messages.
-  void reduce_begins(std::size_t bytes = 0);
-  void reduce_ends();
+  /// Of DP.sync's kinds the one to which the other yields.
+  Traffic first() const { return first_; }
+  /// A slice of it of `bytes` (0: not known) wants to be sent; it has been. As for messages.
+  void slice_begins(std::size_t bytes = 0);
+  void slice_ends();
 
   /// A slice of TP.sync of `bytes` wants the card; of a receive: its header is here, its payload is not. As for
   /// messages.
@@ -99,7 +102,7 @@ class NicArbiter {
 
  private:
   static constexpr std::size_t kNumKinds =
-      5;  // of urgent traffic: messages sent and received, reduces, TP.sync each way
+      5;  // of urgent traffic: messages sent and received, first slices, TP.sync each way
 
   /// One kind of urgent traffic, see core::HoldRule::Pipeline.
   struct Urgent {
@@ -124,7 +127,7 @@ class NicArbiter {
   /// How a hold went.
   struct Held {
     std::int64_t ns = 0;
-    bool for_urgent = false;  // for a kind that is no reduce
+    bool for_urgent = false;  // for a kind that is not DP.sync
   };
 
   void begins(std::size_t kind, std::size_t bytes);
@@ -141,6 +144,7 @@ class NicArbiter {
   const OwnProcess process_;
   const core::HoldRule rule_;
   const bool preempt_;
+  const Traffic first_;
   SharedMemory memory_;
   State& state_;
   std::array<std::atomic<std::int64_t>, kNumKinds> own_{};  // how much of `pending` is this object's

@@ -7,11 +7,12 @@
 namespace fold3d::comm {
 
 /// A turn on the card of traffic to which other traffic of the host yields: of TP.sync in either direction, of
-/// reduce-scatters that are sent. Nothing for other traffic, nor for what stays within the host. Used by one thread.
+/// the first kind of DP.sync that is sent (NicArbiter::first). Nothing for other traffic, nor for what stays within the
+/// host. Used by one thread.
 class Turn {
  public:
   Turn(NicArbiter& arbiter, NicArbiter::Traffic traffic, NicArbiter::Direction direction, bool uses_card)
-      : arbiter_(uses_card && is_announced(traffic, direction) ? &arbiter : nullptr),
+      : arbiter_(uses_card && is_announced(arbiter, traffic, direction) ? &arbiter : nullptr),
         traffic_(traffic),
         direction_(direction) {}
   ~Turn() { leave(); }
@@ -24,7 +25,7 @@ class Turn {
     if (traffic_ == NicArbiter::Traffic::kTensor) {
       arbiter_->tensor_begins(direction_, bytes);
     } else {
-      arbiter_->reduce_begins(bytes);
+      arbiter_->slice_begins(bytes);
     }
     leave();
     taken_ = true;
@@ -37,13 +38,13 @@ class Turn {
     if (traffic_ == NicArbiter::Traffic::kTensor) {
       arbiter_->tensor_ends(direction_);
     } else {
-      arbiter_->reduce_ends();
+      arbiter_->slice_ends();
     }
   }
 
  private:
-  static bool is_announced(NicArbiter::Traffic traffic, NicArbiter::Direction direction) {
-    if (traffic == NicArbiter::Traffic::kReduce) return direction == NicArbiter::Direction::kSend;
+  static bool is_announced(const NicArbiter& arbiter, NicArbiter::Traffic traffic, NicArbiter::Direction direction) {
+    if (traffic == arbiter.first()) return direction == NicArbiter::Direction::kSend;
     return traffic == NicArbiter::Traffic::kTensor;
   }
 

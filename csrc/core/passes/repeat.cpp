@@ -98,7 +98,7 @@ Repeating without_flush(const std::string& name, const Shape& shape) {
   }
   if (shape.micro_batches < shape.pp) {
     throw std::invalid_argument("without a flush a step needs at least as many micro-batches as stages (" +
-                                to_string(shape) + "): its update would come too late for the step after the next");
+                                to_string(shape) + "): else backwards are left to more than the next step");
   }
   const Shape all{shape.pp, shape.segments, kSteps * shape.micro_batches};
   const Schedule steps = lower(generate(name, {all, 0, ""}), {});

@@ -19,8 +19,8 @@ struct Repeating {
 /// are taken a step later: version_waits() says what a step waits for. Proven by validate(): complete, the same in each
 /// step, free of deadlock from the first step to the drain.
 ///
-/// Throws std::invalid_argument for schedules that are not cut so: with a step of fewer micro-batches than stages the
-/// last backwards of a step would come after the next step but one has begun, and for others than "1f1b".
+/// Throws std::invalid_argument for other schedules than "1f1b", and for fewer micro-batches than stages: backwards
+/// would be left to more than the next step.
 Repeating without_flush(const std::string& name, const Shape& shape);
 
 }  // namespace fold3d::core

@@ -142,8 +142,8 @@ void DpSyncLanes::start_flows(std::int64_t now, int number) {
       ++local;
     } else {
       flows_.push_back({number, rank});
-      network_.start_flow(now, model_.host_of(rank), model_.host_of(next), collective.bytes, collective.gather ? 1 : 0,
-                          static_cast<int>(flows_.size()) - 1);
+      network_.start_flow(now, model_.host_of(rank), model_.host_of(next), collective.bytes,
+                          collective.gather == (delay() == 0) ? 1 : 0, static_cast<int>(flows_.size()) - 1);
     }
   }
   for (; local > 0; --local) one_sent(now, number);

@@ -22,8 +22,9 @@ namespace fold3d::core {
 ///
 /// With ClusterModel::gradient_delay the norm of a step comes when all ranks have finished the next one; behind it go
 /// the gathers of its zero1 buckets, and behind these the early gathers of that next step, for which a whole step is
-/// left: they are in the order of steps, and within one in that of gather_order, without the waits of that.
-/// Where no step ends with a flush, norm and gathers wait for no end of a step, but only for the sums.
+/// left: they are in the order of steps, and within one in that of gather_order, without the waits of that. The network
+/// serves gathers before reduce-scatters then: what they bring is of the step before, and needed first. Where
+/// no step ends with a flush, norm and gathers wait for no end of a step, but only for the sums.
 class DpSyncLanes {
  public:
   /// Throws std::invalid_argument if the model's gather_order does not fit its buckets.

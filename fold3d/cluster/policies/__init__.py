@@ -6,6 +6,7 @@ chapter 5 of the dissertation (Gavel, OSDI 2020). Nothing here has a state or lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class Policy:
         ):
             if given and self.name != policy:
                 raise ConfigError(f"{setting} has no effect with the policy {self.name}; it is for {policy}")
+        if self.budget is not None and not 0.0 <= self.budget < math.inf:
+            raise ConfigError(f"the budget is {self.budget:g}; it must be a finite number, 0 or more")
         if self.blind and (self.pairs or self.name == "cost" or self.budget is not None):
             raise ConfigError("a policy that is blind to kinds knows neither their prices nor pairs; remove blind")
 
@@ -69,7 +72,7 @@ class Policy:
 def allocate(policy: Policy, jobs: Sequence[Job], cluster: Cluster) -> Allocation:
     """Returns which part of the time each job has on which kind and number of GPUs.
 
-    Raises: ConfigError for jobs that run nowhere, or of which the policy must know more; without scipy.
+    Raises: JobError for a job that runs nowhere, or of which the policy must know more; ConfigError without scipy.
     """
     if not jobs:
         return Allocation(())

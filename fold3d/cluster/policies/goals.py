@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fold3d.cluster.jobs import Cluster, Job, isolated_rates, most_gpus
+from fold3d.cluster.jobs import Cluster, Job, JobError, isolated_rates, most_gpus
 from fold3d.cluster.policies.fair import water_fill
 from fold3d.cluster.policies.program import Program, Solution, Vector
 from fold3d.errors import ConfigError
@@ -53,7 +53,7 @@ def cost(program: Program, jobs: Sequence[Job]) -> tuple[Solution, tuple[str, ..
     due = np.array([job.work / job.deadline if math.isfinite(job.deadline) else 0.0 for job in jobs]) / program.norm
     if not np.isfinite(due).all():
         (name, *_) = [job.name for job, rate in zip(jobs, due, strict=True) if not math.isfinite(rate)]
-        raise ConfigError(f"job {name} has a deadline, but nobody has said how much work is left of it")
+        raise JobError(name, f"job {name} has a deadline, but nobody has said how much work is left of it")
     late: tuple[str, ...] = ()
     if due.any():
         wanted = np.minimum(due, program.most)
@@ -131,11 +131,10 @@ def ordered(program: Program, jobs: Sequence[Job], *, shortest: bool) -> Solutio
 
 def _work(program: Program, jobs: Sequence[Job], policy: str) -> Vector:
     """Returns what is left of each job, in seconds on an average GPU. Raises: ConfigError where it is not known."""
-    unknown = [job.name for job in jobs if not math.isfinite(job.work)]
-    if unknown:
-        raise ConfigError(
-            f"the policy {policy} needs to know how much work is left, which nobody has said of {unknown[0]}"
-        )
+    for job in jobs:
+        if not math.isfinite(job.work):
+            needs = f"the policy {policy} needs to know how much work is left, which nobody has said of {job.name}"
+            raise JobError(job.name, f"{needs}; take another policy until it is known")
     return np.array([job.work for job in jobs]) / program.norm
 
 

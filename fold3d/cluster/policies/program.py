@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fold3d.cluster.jobs import Cluster, Job, Pair, Place, Share, average_rate
+from fold3d.cluster.jobs import Cluster, Job, JobError, Pair, Place, Share, average_rate
 from fold3d.errors import ConfigError
 
 Vector = NDArray[np.float64]
@@ -91,7 +91,10 @@ class Program:
                 )
                 if not usable:
                     asked = ", ".join(f"{one.kind} x{one.gpus} at {one.rate:g}" for one in job.options) or "nothing"
-                    raise ConfigError(f"job {job.name} can run nowhere here: it asks for {asked}")
+                    there = ", ".join(f"{kind.name} x{kind.gpus}" for kind in cluster.kinds)
+                    raise JobError(
+                        job.name, f"job {job.name} can run nowhere here: it asks for {asked}; there are {there}"
+                    )
                 norm = average_rate(job, cluster)
                 chosen = [job.options[place] for place in usable]
                 key = (usable, tuple((one.kind, one.gpus, f"{one.rate / norm:.12g}") for one in chosen))

@@ -30,8 +30,10 @@ class Queued:
 
 def queue() -> list[Queued]:
     """Returns the user's jobs, the oldest first. Raises: ConfigError where Slurm does not answer."""
-    lines = _run("squeue", "--me", "--noheader", "--sort=i", "--format=%i|%j|%T|%M|%k").splitlines()
-    found = [Queued(id, name, state, comment, _duration(time)) for id, name, state, time, comment in map(_five, lines)]
+    # Other lines are warnings, or rests of the comments of jobs that are not ours: ours have one line each.
+    form = r"([^|]+)\|([^|]*)\|([A-Z_]+)\|([^|]*)\|(.*)"
+    lines = _matches(form, "squeue", "--me", "--sort=i", "--format=%i|%j|%T|%M|%k")
+    found = [Queued(id, name, state, comment, _duration(time)) for id, name, state, time, comment in lines]
     return [job for job in found if job.state not in _ENDING]
 
 
@@ -39,13 +41,13 @@ def gpus() -> Cluster:
     """Returns the GPUs with a type of all nodes that work. Raises: ConfigError where there are none."""
     counts: dict[str, int] = {}
     seen = set()
-    for line in _run("sinfo", "--Node", "--noheader", "--format=%N|%T|%G").splitlines():
-        node, state, generic = line.strip().split("|", 2)
+    for node, state, generic in _matches(r"([^|]+)\|([^|]+)\|(.*)", "sinfo", "--Node", "--format=%N|%T|%G"):
         if node in seen or re.match(r"(down|drain|fail|maint|unknown|inval)", state):
             continue
         seen.add(node)
-        for kind, count in re.findall(r"gpu:([\w.-]+):(\d+)", generic):
+        for kind, count in re.findall(r"gpu:([\w.-]+):(\d{1,9})", generic):
             counts[kind] = counts.get(kind, 0) + int(count)
+    counts = {kind: count for kind, count in counts.items() if count}
     if not counts:
         raise ConfigError("sinfo shows no GPUs with a type (gpu:a100:8); name them: --gpus a100:8,t4:16")
     return Cluster(tuple(Kind(kind, count) for kind, count in sorted(counts.items())))
@@ -62,25 +64,28 @@ def cancel(ids: Sequence[str]) -> None:
         _run("scancel", *ids)
 
 
-def _five(line: str) -> tuple[str, str, str, str, str]:
-    id, name, state, time, comment = line.strip().split("|", 4)
-    return id, name, state, time, comment
+def _matches(form: str, *words: str) -> list[tuple[str, ...]]:
+    """Returns the groups of each line of the command's table that has the form; others are left out."""
+    lines = _run(*words, "--noheader").splitlines()
+    return [found.groups() for line in lines if (found := re.fullmatch(form, line.strip()))]
 
 
 def _duration(text: str) -> int:
-    """Returns the seconds of `1-02:03:04`, `2:03:04` or `3:04`."""
-    days, _, rest = text.rpartition("-")
-    seconds = 0
-    for part in rest.split(":"):
-        seconds = 60 * seconds + (int(part) if part.isdigit() else 0)
-    return seconds + 86400 * int(days or 0)
+    """Returns the seconds of `1-02:03:04`, `2:03:04` or `3:04`; 0 of what is none (`INVALID`)."""
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(?:(\d\d?):)?(\d\d?):(\d\d)", text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def _run(*words: str, input: str | None = None) -> str:
     try:
-        done = subprocess.run(words, input=input, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            words, input=input, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS
+        )
     except FileNotFoundError:
         raise ConfigError(f"{words[0]} is not installed: these commands run where Slurm's are") from None
+    except OSError as error:
+        raise ConfigError(f"{words[0]} cannot be started: {error}; these commands run where Slurm's are") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{' '.join(words[:2])} did not answer within {_SECONDS:g} s; is slurmctld up?") from None
     if done.returncode:

@@ -1,22 +1,26 @@
 """A round on Slurm: who runs where, and the few commands that make it so.
 
-A move is `sbatch --dependency=afterany:OLD..` of all that start and then `scancel OLD..` of all that end. If that is
-cut off between the two, the old jobs run on and the new ones wait; the next round sees both and ends the old ones.
+A move is `sbatch --dependency=afterany:OLD` of all that start, each behind its own old job, and then `scancel OLD..` of
+all that end. If that is cut off between the two, the old jobs run on and the new ones wait; the next round sees both
+and ends the old ones. Nobody waits behind the old job of another: if Slurm refuses that one's move, it runs on.
 """
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fold3d.cluster.jobs import Allocation, Cluster, Job, Option, Place, isolated_rates
+from fold3d.cluster.jobs import Allocation, Cluster, Job, JobError, Option, Place, isolated_rates
 from fold3d.cluster.policies import Policy, allocate
-from fold3d.cluster.rates import Estimate, estimate, probe
+from fold3d.cluster.rates import Estimate, Measured, estimate, probe
 from fold3d.cluster.rounds import Rules, Running, place
 from fold3d.cluster.slurm import commands
 from fold3d.cluster.slurm.commands import Queued
 from fold3d.cluster.slurm.folder import Folder, Wish
-from fold3d.cluster.slurm.script import options, script
+from fold3d.cluster.slurm.script import COMMENT, options, script
+from fold3d.errors import ConfigError
 
 _LATEST = 3
 """Rounds: what has not been entered for longer is not: nobody held rounds meanwhile."""
@@ -28,59 +32,127 @@ class State:
 
     wishes: tuple[Wish, ...]
     """Of jobs that have not ended."""
+    ended: tuple[tuple[Wish, str], ...]
+    """Of the others, with how."""
+    left_out: dict[str, str]
+    """Jobs whose files cannot be used, and why."""
     queued: dict[str, list[Queued]]
-    """By the names of those."""
+    """By the names of jobs that have not ended."""
+    measured: dict[str, Measured]
+    """By the names of wishes."""
     estimates: dict[str, dict[Option, Estimate]]
 
     def place_of(self, wish: Wish) -> Place | None:
         """Returns where a job is, or waits to be."""
         mine = self.queued.get(wish.name)
-        found = mine and next((on for on in wish.on if mine[-1].comment == f"fold3d {on}"), None)
+        found = mine and next((on for on in wish.on if mine[-1].comment == f"{COMMENT}{on}"), None)
         return Place((wish.name,), found.kind, found.gpus) if found else None
+
+    def taken(self, names: Collection[str]) -> list[Place]:
+        """Returns the GPUs that these jobs have now."""
+        running = [job for name in names for job in self.queued.get(name, []) if job.state != "PENDING"]
+        found = [(job.name, re.fullmatch(rf"{COMMENT}([\w.-]+):(\d+)x(\d+)", job.comment)) for job in running]
+        return [Place((name,), on[1], int(on[2]) * int(on[3])) for name, on in found if on]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What a round has done."""
+
+    allocation: Allocation
+    """What jobs are due."""
+    placed: dict[str, Place]
+    """Where they are now."""
+    moved: int
+    """How many were started or moved."""
+    left_out: dict[str, str]
+    """Those that were left as they are, and why."""
 
 
 def look(folder: Folder) -> State:
-    """Returns what there is."""
-    wishes = tuple(wish for wish in folder.wishes() if folder.ended(wish.name) is None)
-    names = {wish.name for wish in wishes}
+    """Returns what there is. Raises: ConfigError where Slurm does not answer."""
+    wishes, ended = [], []
+    measured: dict[str, Measured] = {}
+    estimates: dict[str, dict[Option, Estimate]] = {}
+    found, left_out = folder.wishes()
+    for wish in found:
+        try:
+            how = folder.ended(wish.name)
+            if how is not None:
+                ended.append((wish, how))
+                continue
+            measured[wish.name] = wish.measured()
+            estimates[wish.name] = estimate(wish.options, measured[wish.name].rates)
+            wishes.append(wish)
+        except ConfigError as error:
+            left_out[wish.name] = str(error)
+    names = {wish.name for wish in wishes} | left_out.keys()
     queued: dict[str, list[Queued]] = {}
     for job in commands.queue():
-        if job.name in names and job.comment.startswith("fold3d "):
+        if job.name in names and job.comment.startswith(COMMENT):
             queued.setdefault(job.name, []).append(job)
-    estimates = {wish.name: estimate(wish.options, wish.measured().rates) for wish in wishes}
-    return State(wishes=wishes, queued=queued, estimates=estimates)
+    return State(
+        wishes=tuple(wishes),
+        ended=tuple(ended),
+        left_out=left_out,
+        queued=queued,
+        measured=measured,
+        estimates=estimates,
+    )
 
 
-def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> tuple[Allocation, dict[str, Place], int]:
-    """Holds one round; returns what jobs are due, where they are now, and how many were started or moved.
+def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> Held:
+    """Holds one round. A job that cannot be placed, or that Slurm refuses, is left as it is; the others go on.
 
-    Raises: ConfigError where another round is in progress, where Slurm refuses, or for jobs that run nowhere.
+    Raises: ConfigError where another round is in progress, or where Slurm does not answer.
     """
     with folder.locked():
         state, now = look(folder), time.time()
-        jobs = [_job(wish, state, now) for wish in state.wishes]
-        alone = isolated_rates(jobs, cluster) if jobs else []
-        done = [wish.measured().done for wish in state.wishes]
-        jobs = [
-            replace(job, isolated=d / rate if rate else 0.0) for job, d, rate in zip(jobs, done, alone, strict=True)
-        ]
-        allocation = allocate(policy, jobs, cluster)
+        names = {wish.name for wish in state.wishes} | state.left_out.keys()
+        jobs, free, allocation, left_out = _due(policy, cluster, state, now)
         ledger, until = folder.ledger()
         before = {wish.name: here for wish in state.wishes if (here := state.place_of(wish)) is not None}
         active = {name: here for name, here in before.items() if state.queued[name][-1].state == "RUNNING"}
-        ledger.enter(allocation, active, min(now - until, _LATEST * rules.seconds) if until else 0.0)
-        for name in {name for here in ledger.debts for name in here.jobs} - {job.name for job in jobs}:
+        passed = max(0.0, min(now - until, _LATEST * rules.seconds)) if until else 0.0
+        ledger.enter(allocation, active, passed)
+        for name in {name for here in ledger.debts for name in here.jobs} - names:
             ledger.forget(name)
         ledger.renew(rules)
         folder.keep(ledger, now)
-        running = {name: _running(state, name, here) for name, here in before.items()}
-        placed = place(allocation, jobs, cluster, ledger, running, rules, _probes(state))
-        return allocation, placed, _move(folder, state, placed)
+        kept = [job.name for job in jobs]
+        running = {name: _running(state, name, before[name]) for name in kept if name in before}
+        placed = place(allocation, jobs, free, ledger, running, rules, _probes(state)) if free else {}
+        wishes = [wish for wish in state.wishes if wish.name in kept]
+        moved, refused = _move(folder, state, wishes, placed)
+        for name in refused:
+            del placed[name]
+        placed |= {name: before[name] for name in refused if name in before}
+        return Held(allocation=allocation, placed=placed, moved=moved, left_out=left_out | refused)
+
+
+def _due(
+    policy: Policy, cluster: Cluster, state: State, now: float
+) -> tuple[list[Job], Cluster | None, Allocation, dict[str, str]]:
+    """Returns the jobs that can be placed, the GPUs that are left for them, what they are due, and who is left out."""
+    left_out, every = dict(state.left_out), [_job(wish, state, now) for wish in state.wishes]
+    while True:
+        free = cluster.without(state.taken(left_out.keys()))
+        jobs = [job for job in every if job.name not in left_out]
+        if free is None or not jobs:
+            return jobs, free, Allocation(()), left_out
+        done = [state.measured[job.name].done for job in jobs]
+        jobs = [
+            replace(job, isolated=work / rate if rate else 0.0)
+            for job, work, rate in zip(jobs, done, isolated_rates(jobs, free), strict=True)
+        ]
+        try:
+            return jobs, free, allocate(policy, jobs, free), left_out
+        except JobError as error:
+            left_out[error.job] = str(error)
 
 
 def _job(wish: Wish, state: State, now: float) -> Job:
-    measured = wish.measured()
-    known = state.estimates[wish.name]
+    measured, known = state.measured[wish.name], state.estimates[wish.name]
     return Job(
         name=wish.name,
         options=tuple(Option(one.kind, one.gpus, known[one].rate) for one in wish.options),
@@ -94,7 +166,7 @@ def _job(wish: Wish, state: State, now: float) -> Job:
 
 
 def _running(state: State, name: str, here: Place) -> Running:
-    measured = next(wish for wish in state.wishes if wish.name == name).measured()
+    measured = state.measured[name]
     return Running(here, float(state.queued[name][-1].seconds), measured.save_seconds + measured.start_seconds)
 
 
@@ -108,19 +180,28 @@ def _probes(state: State) -> dict[str, Place]:
     return found
 
 
-def _move(folder: Folder, state: State, placed: dict[str, Place]) -> int:
-    """Starts what should run elsewhere than it does, and then ends what should not run."""
-    new, old = [], []
-    for wish in state.wishes:
+def _move(
+    folder: Folder, state: State, wishes: Sequence[Wish], placed: Mapping[str, Place]
+) -> tuple[int, dict[str, str]]:
+    """Starts what should run elsewhere than it does, and then ends what should not run.
+
+    Returns how many were started, and by name why others were refused: what these have runs on.
+    """
+    moved, old, refused = 0, list[str](), {}
+    for wish in wishes:
         here = placed.get(wish.name)
-        wanted = f"fold3d {wish.place(here)}" if here is not None else None
+        on = wish.place(here) if here is not None else None
         mine = state.queued.get(wish.name, [])
-        stays = next((job for job in reversed(mine) if job.comment == wanted), None)
-        old += [job.id for job in mine if job is not stays]
-        if here is not None and stays is None:
-            new.append((wish, wish.place(here)))
-    for wish, on in new:
-        files = folder.of(wish.name)
-        commands.submit(options(wish, on, files, tuple(old)), script(wish, on, files))
+        stays = next((job for job in reversed(mine) if job.comment == f"{COMMENT}{on}"), None)
+        ends = [job.id for job in mine if job is not stays]
+        if on is not None and stays is None:
+            files = folder.of(wish.name)
+            try:
+                commands.submit(options(wish, on, files, tuple(ends)), script(wish, on, files))
+            except ConfigError as error:
+                refused[wish.name] = str(error)
+                continue
+            moved += 1
+        old += ends
     commands.cancel(old)
-    return len(new)
+    return moved, refused

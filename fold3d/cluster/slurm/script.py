@@ -11,11 +11,15 @@ GRACE = 30
 """Seconds between SIGTERM and SIGKILL that torchrun grants its processes: Slurm's KillWait where nobody changed it."""
 
 
+COMMENT = "fold3d "
+"""Of jobs that are ours; where they run follows."""
+
+
 def options(wish: Wish, on: On, folder: Path, after: tuple[str, ...]) -> list[str]:
     """Returns what sbatch is told; the job waits for the end of those in `after`."""
     words = [
         f"--job-name={wish.name}",
-        f"--comment=fold3d {on}",
+        f"--comment={COMMENT}{on}",
         f"--nodes={on.nodes}",
         "--ntasks-per-node=1",
         f"--gres=gpu:{on.kind}:{on.per_node}",

@@ -26,8 +26,7 @@ class Exchange(Generic[T]):
         Args:
             life: waits end when the job has failed.
         """
-        self.progress = Progress()
-        self.progress.life = life
+        self.progress = Progress(life)
         self.world = WorldGroup(topology, timeout, self.progress)
         self._thread = ThreadPoolExecutor(1, "fold3d-exchange")
         self._running: Future[T] | None = None

@@ -64,6 +64,12 @@ class LateGradients:
             self._tied.sum()
             self._is_summed = True
 
+    def gather(self, gathers: Sequence[int]) -> None:
+        """Gathers these buckets once they are summed, behind all gathers so far; their own set, which comes next."""
+        self.gathered = set(gathers)
+        for number in gathers:
+            self._transfers.gather_gradients(self._buckets[number])
+
     def is_summed(self) -> None:
         """The sums are here: somebody has waited for them."""
         self._is_summed = True
@@ -82,8 +88,7 @@ class LateGradients:
         self.gathered = set(gathers)
         if settings is not None:
             with self._turned():
-                for number in gathers:
-                    self._transfers.gather_gradients(self._buckets[number])
+                self.gather(gathers)
 
     def whole(self) -> dict[str, Tensor]:
         """Returns the mean gradients by name, of what is used, as they are; between steps, and it changes no bit.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fold3d.data_parallel.bucket import Bucket
@@ -25,10 +24,7 @@ class WeightVersions:
         self._flats: list[list[Tensor]] = []
         self._views: list[list[list[Tensor]]] = []  # [bucket][version][parameter]
         for bucket in buckets:
-            bucket.flatten_parameters()
-            assert bucket.weights is not None
-            flats = [bucket.weights, torch.clone(bucket.weights)]
-            bucket.versions = flats
+            flats = bucket.add_version()
             self._flats.append(flats)
             self._views.append([bucket.views_of(flat) for flat in flats])
 
@@ -40,8 +36,8 @@ class WeightVersions:
     def turn(self) -> None:
         """The version before the newest is the newest from now on, and gets its values by `fill`."""
         self._newest = 1 - self._newest
-        for bucket, flats in zip(self._buckets, self._flats, strict=True):
-            bucket.weights = flats[self._newest]
+        for bucket in self._buckets:
+            bucket.use_version(self._newest)
 
     def fill(self, bucket: Bucket) -> None:
         """Begins the bucket's newest version with the values of the one before, for an update of them."""

@@ -141,9 +141,7 @@ class WithoutFlush(DpSync):
         assert late is not None and self._values is not None
         self._readiness.open_chunk(chunk)
         self._reducer.chunk_done(chunk)
-        late.gathered = set(self._plan.gather_order)
-        for number in self._plan.gather_order:
-            self._transfers.gather_gradients(self.buckets[number])
+        late.gather(self._plan.gather_order)
         self._exchange.begin(self._tell(step, self._values))
         late.turn()
         if self._in_slice:
@@ -156,7 +154,7 @@ class WithoutFlush(DpSync):
         number = next(k for k, one in enumerate(self._sets) if one[0].key == self.buckets[0].key) if self.buckets else 0
         buckets, ties, world = self._sets[number], self._ties[number], self._exchange.world
         for face, bucket in zip(buckets, self.buckets, strict=True):
-            face.used = list(bucket.used)
+            face.set_used(bucket.used)
         counts = self._counts(buckets)
 
         def tell() -> Told:

@@ -37,14 +37,14 @@ def test_jobs_are_written_down_and_found_again(tmp_path: Path) -> None:
     first, second = wish(tmp_path, submitted=1.0), wish(tmp_path, name="b", submitted=0.5, deadline=9.0, group="g")
     folder.add(first)
     folder.add(second)
-    assert folder.wishes() == [second, first] and math.isinf(folder.wishes()[1].deadline)
+    assert folder.wishes() == ([second, first], {}) and math.isinf(folder.wishes()[0][1].deadline)
     with pytest.raises(ConfigError, match="there is a job a: fold3d cluster cancel a, or take another name"):
         folder.add(first)
     (folder.of("a") / "ended").write_text("failed: status 7\n")
     assert folder.ended("a") == "failed: status 7" and folder.ended("b") is None
     folder.remove("a")
-    assert folder.wishes() == [second]
-    for bad in ("../a", "a b", ".a", ""):
+    assert folder.wishes() == ([second], {})
+    for bad in ("../a", "a b", ".a", "", "x" * 300, "lock", "ledger.json"):
         with pytest.raises(ConfigError, match="is no name for a job"):
             folder.of(bad)
 
@@ -55,6 +55,20 @@ def test_the_ledger_is_kept(tmp_path: Path) -> None:
     made = Ledger(360.0, {here: 5.0}, {here: -2.5, Place(("b",), "a100", 2): 7.0})
     folder.keep(made, 12.5)
     assert folder.ledger() == (made, 12.5)
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="File exists; set FOLD3D_CLUSTER to a folder that can be made and written"):
+        Folder(tmp_path / "file")
+    with pytest.raises(ConfigError, match="Not a directory; set FOLD3D_CLUSTER"):
+        Folder(tmp_path / "file" / "below")
+    folder = Folder(tmp_path)
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match="set FOLD3D_CLUSTER"), folder.locked():
+        pass
+    with pytest.raises(ConfigError, match="file: File exists; take another name"):
+        folder.add(wish(tmp_path, name="file"))
 
 
 def test_two_at_once(tmp_path: Path) -> None:
@@ -111,6 +125,11 @@ def test_what_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
         ("9", 0, "x|y"),
     ]
     assert {kind.name: kind.gpus for kind in commands.gpus().kinds} == {"a100": 6, "t4": 1}
+    # Warnings, comments of several lines and empty lines are no jobs; what has no time has run for 0 s.
+    said["squeue"] = "squeue: warning\n\n7|x|RUNNING|1:00|two\nlines|of|it\n8|a|RUNNING|INVALID|fold3d t4:2x1\n"
+    assert [(job.id, job.seconds) for job in commands.queue()] == [("7", 60), ("8", 0)]
+    said["sinfo"] = "warning\n\nn0|idle|gpu:a100:2\nn1|idle|gpu:t4:0\n"
+    assert [(kind.name, kind.gpus) for kind in commands.gpus().kinds] == [("a100", 2)]
     said["sinfo"] = "n0|idle|(null)\n"
     with pytest.raises(ConfigError, match="sinfo shows no GPUs with a type"):
         commands.gpus()
@@ -126,9 +145,21 @@ def test_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "line, message",
     [
         ("submit a --on a100:1x2 --output {0} {0}/nothing.py", "is no file"),
-        ("submit a --on a100:1x2 --output {0} --weight 0 {0}/train.py", "--weight is 0; it must be positive"),
-        ("submit a --on a100:1x2 --output {0} --deadline -1 {0}/train.py", "--deadline is -1; it must be positive"),
-        ("round --every -5", "rounds of -5 s cannot be held"),
+        (
+            "submit a --on a100:1x2 --output {0} --weight 0 {0}/train.py",
+            "--weight is 0; it must be a finite number above 0",
+        ),
+        (
+            "submit a --on a100:1x2 --output {0} --deadline -1 {0}/train.py",
+            "--deadline is -1; it must be a finite number above 0",
+        ),
+        ("submit a --on a100:1x2 --output {0} --deadline inf {0}/train.py", "--deadline is inf; it must be"),
+        ("submit a --on a100:1x2 --output {0}/train.py {0}/train.py", "train.py is no folder; name one"),
+        *(
+            (f"round --every {value}", f"--every is {value}; it must be a finite")
+            for value in ("-5", "0", "inf", "nan")
+        ),
+        ("round --round 0", "--round is 0; it must be a finite number above 0"),
         ("round --policy best", "'best' is no policy"),
         ("cancel a", "there is no job a in"),
     ],

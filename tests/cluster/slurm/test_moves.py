@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _slurm: None) -> Ite
     monkeypatch.setenv("FOLD3D_CLUSTER", str(tmp_path / "folder"))
     made = Folder()
     yield made
-    for wish in made.wishes():
+    for wish in made.wishes()[0]:
         main(["cluster", "cancel", wish.name])
     assert until(lambda: not commands.queue())
 
@@ -62,7 +62,7 @@ def test_two_jobs_swap_and_a_controller_dies(folder: Folder, tmp_path: Path, mon
     outputs = [submit(tmp_path, name, 10**6) for name in ("big", "small")]
     # Two of the four t4 are somebody else's: each job has one kind, and they take turns.
     cluster = type(cluster).parse("a100:2,t4:2")
-    assert moves.hold(folder, FAIR, cluster, RULES)[2] == 2
+    assert moves.hold(folder, FAIR, cluster, RULES).moved == 2
     assert until(lambda: all(len(steps(output)) > 5 for output in outputs))
     first = [kind_now(output) for output in outputs]
     assert set(first) == {"a100", "t4"}
@@ -72,11 +72,11 @@ def test_two_jobs_swap_and_a_controller_dies(folder: Folder, tmp_path: Path, mon
         with pytest.raises(KeyboardInterrupt):
             moves.hold(folder, FAIR, cluster, RULES)
     assert len(commands.queue()) == 4, "the old ones run, the new ones wait for their end"
-    _, placed, _ = moves.hold(folder, FAIR, cluster, RULES)
+    placed = moves.hold(folder, FAIR, cluster, RULES).placed
     wanted = [placed[output.name].kind for output in outputs]
     assert until(lambda: [kind_now(output) for output in outputs] == wanted and len(commands.queue()) == 2)
     # Without that accident: back again.
-    _, placed, _ = moves.hold(folder, FAIR, cluster, RULES)
+    placed = moves.hold(folder, FAIR, cluster, RULES).placed
     wanted = [placed[output.name].kind for output in outputs]
     assert until(lambda: [kind_now(output) for output in outputs] == wanted)
     assert until(lambda: len(commands.queue()) == 2)
@@ -96,7 +96,8 @@ def test_what_has_ended_is_not_started_again(
     assert said.startswith("fair: crashed on 2 x ") and said.endswith("; 2 started or moved\n")
     assert until(lambda: all(folder.ended(output.name) for output in outputs))
     assert [folder.ended(output.name) for output in outputs] == ["done", "failed: status 7"]
-    assert moves.hold(folder, FAIR, commands.gpus(), RULES)[1:] == ({}, 0)
+    held = moves.hold(folder, FAIR, commands.gpus(), RULES)
+    assert (held.placed, held.moved, held.left_out) == ({}, 0, {})
     capsys.readouterr()
     assert main(["cluster", "status"]) == 0
     rows = capsys.readouterr().out.splitlines()

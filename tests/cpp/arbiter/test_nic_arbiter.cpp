@@ -108,7 +108,7 @@ TEST(NicArbiter, ASliceOfACollectiveWaitsForMessagesOfBothDirections) {
     arbiter.tensor_ends(direction);
   }
   EXPECT_EQ(arbiter.counters().yields, 0);
-  arbiter.reduce_begins();
+  arbiter.slice_begins();
   EXPECT_EQ(arbiter.hold_both_ways(Traffic::kReduce), 0);
   EXPECT_GE(arbiter.hold_both_ways(Traffic::kGather, kShort), kShort);
   EXPECT_EQ(arbiter.counters().yields, 1);
@@ -116,13 +116,29 @@ TEST(NicArbiter, ASliceOfACollectiveWaitsForMessagesOfBothDirections) {
 
 TEST(NicArbiter, GathersYieldToReducesAndReducesToNone) {
   NicArbiter arbiter("", patience(kShort, kForever));
-  arbiter.reduce_begins();
+  arbiter.slice_begins();
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kReduce), 0);
   EXPECT_GT(arbiter.hold(Direction::kSend, Traffic::kGather), 0);  // nobody ends it: patience does
   EXPECT_EQ(arbiter.counters().yields, 1);
   EXPECT_EQ(arbiter.counters().preemptions, 0);
-  arbiter.reduce_ends();
+  arbiter.slice_ends();
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
+}
+
+TEST(NicArbiter, ReducesYieldToGathersWhereTheseGoFirst) {
+  NicArbiter::Options options = patience(kShort, kForever);
+  options.gathers_first = true;
+  NicArbiter arbiter("", options);
+  comm::Turn reduce(arbiter, Traffic::kReduce, Direction::kSend, /*uses_card=*/true);
+  reduce.take(1);
+  EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
+  comm::Turn gather(arbiter, Traffic::kGather, Direction::kSend, /*uses_card=*/true);
+  gather.take(1);
+  EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
+  EXPECT_GT(arbiter.hold(Direction::kSend, Traffic::kReduce), 0);  // nobody ends it: patience does
+  EXPECT_EQ(arbiter.counters().yields, 1);
+  gather.leave();
+  EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kReduce), 0);
 }
 
 TEST(NicArbiter, AGatherFindsNoGapBetweenTheSlicesOfAReduce) {
@@ -178,7 +194,7 @@ TEST(NicArbiter, CountsWhatMessagesWaitForSlicesUnderWay) {
 
 TEST(NicArbiter, OnlyWaitsForMessagesArePreemption) {
   NicArbiter arbiter("", patience(kShort, kForever));
-  arbiter.reduce_begins();
+  arbiter.slice_begins();
   const std::int64_t yielded = arbiter.hold(Direction::kSend, Traffic::kGather);
   EXPECT_EQ(arbiter.counters().preempted_ns, 0);
   arbiter.message_begins(Direction::kSend, 1);
@@ -207,7 +223,7 @@ TEST(NicArbiter, WithoutPreemptionNobodyWaits) {
   options.preempt = false;
   NicArbiter arbiter("", options);
   arbiter.message_begins(Direction::kSend, 1);
-  arbiter.reduce_begins();
+  arbiter.slice_begins();
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kGather), 0);
   EXPECT_EQ(arbiter.counters().messages, 1);
 }
@@ -244,8 +260,8 @@ TEST(NicArbiter, ManyThreadsLeaveNobodyWaiting) {
   threads.emplace_back([&arbiter] {
     for (int k = 0; k < kRounds; ++k) {
       arbiter.hold(Direction::kSend, Traffic::kReduce);
-      arbiter.reduce_begins(64);
-      arbiter.reduce_ends();
+      arbiter.slice_begins(64);
+      arbiter.slice_ends();
     }
   });
   for (std::thread& thread : threads) thread.join();
@@ -296,7 +312,7 @@ TEST(NicArbiter, TensorsOfTheOtherDirectionHoldNobody) {
 TEST(NicArbiter, MessagesYieldToNothingElse) {
   NicArbiter arbiter("", kPatient);
   arbiter.message_begins(Direction::kSend, 100);
-  arbiter.reduce_begins(100);
+  arbiter.slice_begins(100);
   EXPECT_EQ(arbiter.hold_message(Direction::kSend), 0);
 }
 

@@ -106,7 +106,7 @@ TEST(SharedGate, GatesOfOneNameSeeEachOthersMessages) {
     EXPECT_GT(mine.hold(Direction::kSend, Traffic::kReduce), 0);
     EXPECT_EQ(mine.counters().messages, 0);
     EXPECT_EQ(mine.counters().preemptions, 1);
-    other.reduce_begins();
+    other.slice_begins();
     EXPECT_GT(mine.hold(Direction::kSend, Traffic::kGather), 0);
   }
   // The other went without ending them: nothing is left of it.
@@ -188,8 +188,8 @@ TEST(SharedGate, ManyProcessesLeaveNobodyWaiting) {
           arbiter.message_begins(index % 2 == 0 ? Direction::kSend : Direction::kReceive, 64);
           arbiter.message_ends(index % 2 == 0 ? Direction::kSend : Direction::kReceive);
           arbiter.hold(Direction::kSend, index < 2 ? Traffic::kReduce : Traffic::kGather);
-          arbiter.reduce_begins(64);
-          arbiter.reduce_ends();
+          arbiter.slice_begins(64);
+          arbiter.slice_ends();
         }
       }));
     }
@@ -210,7 +210,7 @@ TEST(SharedGate, AProcessKilledInTheMiddleOfAMessageCostsPatienceOnly) {
   Child child([&] {
     NicArbiter own(name.text(), options);
     own.message_begins(Direction::kSend, 1'000);
-    own.reduce_begins();
+    own.slice_begins();
     begun.give();
     own.hold(Direction::kSend, Traffic::kReduce);
     for (;;) ::pause();

@@ -58,10 +58,9 @@ Schedule steps(int pp, int micro_batches) {
 
 TEST(Repeat, AStepWaitsForTheNormOfTheStepBeforeTheOneBefore) {
   EXPECT_NO_THROW(validate_steps(steps(4, 4), 4));
-  // Fewer micro-batches than stages: a step's first forward stands before the last backwards that it waits for.
-  const std::string complaint = complaint_of<std::invalid_argument>([] { validate_steps(steps(4, 3), 3); });
-  EXPECT_TRUE(contains(complaint, "0F6"));
-  EXPECT_TRUE(contains(complaint, "B2"));
+  // Few micro-batches: a step's first forward stands before the last backward that it waits for.
+  const std::string complaint = complaint_of<std::invalid_argument>([] { validate_steps(steps(4, 2), 2); });
+  EXPECT_TRUE(contains(complaint, "0F4 on rank 0 comes before 0B1")) << complaint;
 }
 
 TEST(Repeat, ListsWithAFlushHaveNothingOfTheStepBefore) {

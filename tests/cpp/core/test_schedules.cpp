@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <stdexcept>
+#include <tuple>
 
 #include "core/generators/fold.h"
 #include "core/generators/registry.h"
@@ -56,12 +57,14 @@ TEST(CoreSchedules, LoweredWithoutDeadlockAtEverySize) {
 TEST(CoreSchedules, ReceivesComeInTheOrderOfTheSends) {
   for_each_schedule(4, 3, 7, [](const Schedule& schedule, const std::string& what) {
     const Schedule lowered = lower(schedule, {});
-    std::map<std::pair<int, Kind>, std::vector<Action>> sent;  // by sending rank and direction, as the RECVs to come
-    std::map<std::pair<int, Kind>, std::vector<Action>> received;
+    // By sending rank, receiving rank and direction; of what is sent the RECVs to come.
+    std::map<std::tuple<int, int, Kind>, std::vector<Action>> sent, received;
     for (const auto& actions : lowered.ranks) {
       for (const Action& a : actions) {
-        if (is_send(a.kind)) sent[{lowered.shape.stage_of(a.chunk), other_end(a).kind}].push_back(other_end(a));
-        if (is_recv(a.kind)) received[{lowered.shape.stage_of(other_end(a).chunk), a.kind}].push_back(a);
+        if (!is_send(a.kind) && !is_recv(a.kind)) continue;
+        const int here = lowered.shape.stage_of(a.chunk), there = lowered.shape.stage_of(other_end(a).chunk);
+        if (is_send(a.kind)) sent[{here, there, other_end(a).kind}].push_back(other_end(a));
+        if (is_recv(a.kind)) received[{there, here, a.kind}].push_back(a);
       }
     }
     EXPECT_EQ(sent, received) << what << " " << to_string(schedule.shape);
@@ -82,7 +85,9 @@ TEST(CoreSchedules, LengthsOfThePapers) {
         if (m >= pp && segments == 1) {
           EXPECT_EQ(length("zb_h1"), m * round + (pp - 1));  // F + I - W = 1 for each stage but one
         }
-        if (m >= 2 * pp - 1 && segments == 2) EXPECT_EQ(length("zb_v"), 2 * m * round + (pp - 1));  // no bubble
+        if (m >= 2 * pp - 1 && segments == 2) {
+          EXPECT_EQ(length("zb_v"), 2 * m * round + (pp - 1));  // no bubble
+        }
         if (m >= pp) {
           EXPECT_EQ(length("interleaved"), (segments * m + pp - 1) * round);
         }

@@ -193,7 +193,7 @@ TEST(SlicesWithinAHost, WaitForNobody) {
     for (const auto direction : {NicArbiter::Direction::kSend, NicArbiter::Direction::kReceive}) {
       arbiter.message_begins(direction, 0);
     }
-    arbiter.reduce_begins();  // another stage's, through the card
+    arbiter.slice_begins();  // another stage's, through the card
     sync.begin(1, {0});
     sync.reduce(bucket.collective());
     sync.wait_reduced(0);
