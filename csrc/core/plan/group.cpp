@@ -118,6 +118,9 @@ std::vector<Order> orders_to_try(const PlanJob& job, const PlanSpace& space, int
     if (asked.empty() && splits_backward(info) && (!job.may_split || rebuilds_blocks(space.sparing.fixed))) continue;
     // With one segment these are the others'.
     if (asked.empty() && (!info.allows(segments) || info.uses_segments != (segments > 1))) continue;
+    // On one stage orders that differ from 1F1B in when stages wait for each other only keep more.
+    const bool is_for_stages = info.name == "kfkb" || info.name == "shifted_critical_path";
+    if (asked.empty() && job.pp == 1 && is_for_stages) continue;
     if (asked.empty() && info.style != job.style) continue;  // the chunks would lie on other stages
     if (!info.uses_group_size || space.group_size > 0) {
       found.push_back({info.name, space.group_size, nullptr});

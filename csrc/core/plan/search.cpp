@@ -15,7 +15,7 @@ constexpr std::size_t kCloseRound = 4;   // likewise, closely
 constexpr double kEqual = 1.001;         // steps within this factor are equal
 constexpr double kPromising = 1.08;      // of the fastest: worth a closer look
 constexpr std::size_t kMostClose = 48;   // groups of a job that get one
-constexpr std::size_t kMostSpared = 24;  // groups of a job that are made to fit as well as can be
+constexpr std::size_t kMostSpared = 32;  // groups of a job that are made to fit as well as can be
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
