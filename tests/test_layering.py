@@ -21,6 +21,7 @@ CPP_ROOMS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random"),
     *("core/rivals", "core"),
+    "core/plan",
     *(
         "comm/base",
         "comm/arbiter",

@@ -40,4 +40,7 @@ void bind_simulator(pybind11::module_& module);
 /// Adds what other planners would choose (csrc/core/rivals).
 void bind_rivals(pybind11::module_& module);
 
+/// Adds the planner (PlanJob, PlanSpace, search_plans). After the simulator, whose results its signatures name.
+void bind_plan(pybind11::module_& module);
+
 }  // namespace fold3d::bindings

@@ -44,4 +44,5 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_tensor_sync(module);
   fold3d::bindings::bind_simulator(module);
   fold3d::bindings::bind_rivals(module);
+  fold3d::bindings::bind_plan(module);  // after Schedule and TrainingStep
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
     from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
     from fold3d.plan.proposal import Proposal
+    from fold3d.plan.search import Found, PlanProgress
     from fold3d.plan.space.mesh import Mesh, Tried
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
+_MESHES_SHOWN = 10
+_SECONDS_BETWEEN_LINES = 2.0
 _MOST_SAMPLES = 128
 """Of a micro-batch, in a search."""
 
@@ -129,8 +134,8 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
 
     Raises: ConfigError, TraceError.
     """
-    from fold3d.plan.search import decide
-    from fold3d.plan.space.mesh import search_meshes
+    from fold3d.plan.search import decide, decide_jobs
+    from fold3d.plan.space.mesh import Mesh, search_meshes
     from fold3d.trace.shadow import shared_shadows
 
     fixed = options.tp is not None and options.pp is not None
@@ -139,15 +144,42 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
     with shared_shadows():  # of the model, which is the same for all meshes
         layers = _Layers(options)
         if fixed:
-            job = layers.job(_mesh(options))
-            return job, decide(job, constraints, lambda: True), layers.whole
-        tried = search_meshes(_meshes(options, layers), layers.job, lambda job: decide(job, constraints, lambda: True))
+            mesh = _mesh(options)
+            job = layers.job(mesh)
+            return job, decide(job, constraints, lambda: True, progress=_Teller([mesh])), layers.whole
+
+        def decided(jobs: list[Job]) -> list[Found]:
+            told = [Mesh(tp=job.tp, pp=job.pp, dp=job.dp, micro_batches=job.micro_batches) for job in jobs]
+            return decide_jobs(jobs, constraints, lambda: True, progress=_Teller(told))
+
+        tried = search_meshes(_meshes(options, layers), layers.job, decided)
         print(_mesh_table(tried))
-        if tried[0].proposal is None:
+        if tried[0].found is None:
             raise ConfigError(
                 f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
             )
-        return layers.job(tried[0].mesh), tried[0].proposal, layers.whole
+        return layers.job(tried[0].mesh), tried[0].found.proposal(), layers.whole
+
+
+class _Teller:
+    """Prints now and then how far a long search is, and the best so far: lines of standard error."""
+
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
+        self._meshes = meshes
+        self._said = time.monotonic()
+
+    def __call__(self, job: int, state: PlanProgress) -> None:
+        """Called by the search between its rounds."""
+        from fold3d.plan.strategy import name_of
+
+        if time.monotonic() - self._said < _SECONDS_BETWEEN_LINES:
+            return
+        self._said = time.monotonic()
+        best = "nothing fits yet"
+        if job >= 0:
+            name = name_of(state.best.segments, state.best.schedule, state.best.group_size or None, state.best.kind)
+            best = f"best so far {state.best_ns / 1e6:.1f} ms a step, {self._meshes[job].name}: {name}"
+        print(f"{state.doing}: {state.simulated} plans simulated; {best}", file=sys.stderr, flush=True)
 
 
 def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
@@ -254,14 +286,17 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
 
 def _mesh_table(tried: Sequence[Tried]) -> str:
     """Returns what was tried, the best first."""
-    width = max(len(one.mesh.name) for one in tried)
+    shown = tried[:_MESHES_SHOWN]
+    width = max(len(one.mesh.name) for one in shown)
     lines = [f"{'mesh':<{width}}  predicted step"]
-    for one in tried:
-        if one.proposal is None:
+    for one in shown:
+        if one.found is None or one.step_ms is None:
             lines.append(f"{one.mesh.name:<{width}}  {one.reason.splitlines()[0]}")
             continue
-        needs = f"{one.proposal.step_ms:9.1f} ms  {text_of_bytes(one.proposal.memory_bytes)} on the fullest rank"
+        needs = f"{one.step_ms:9.1f} ms  {text_of_bytes(one.found.memory_bytes)} on the fullest rank"
         lines.append(f"{one.mesh.name:<{width}}  {needs}" + (f", {one.reason}" if one.reason else ""))
+    if len(tried) > len(shown):
+        lines.append(f"{len(tried) - len(shown)} more are slower, or cannot be")
     return "\n".join(lines)
 
 
@@ -298,6 +333,7 @@ class _Layers:
             speed = options.tflops * 1e12
             self.whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
         self._profiles = {1: self.whole}
+        self._refused: dict[int, ConfigError] = {}  # by tp: finding out takes seconds
 
     def job(self, mesh: Mesh) -> Job:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
@@ -323,6 +359,7 @@ class _Layers:
             bucket_seconds=BUCKET_SECONDS,
             copy_bandwidth=self._options.copy_bandwidth * 1e9,
             pool_is_elsewhere=True,
+            may_split=mesh.tp == 1,
             host_is_elsewhere=True,
         )
 
@@ -331,10 +368,16 @@ class _Layers:
         from fold3d.profile.tp_sync import halves_factor, with_tp_sync
         from fold3d.splitting.plan_sharding import plan_sharding
 
+        if tp in self._refused:
+            raise self._refused[tp]
         if tp not in self._profiles:
             model, example = self._model, self._example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-            sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
+            try:
+                sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
+            except ConfigError as error:
+                self._refused[tp] = error
+                raise
             layers = layers_of_a_shard(model, self.trace, example, sharding)
             shard = of_a_shard(self.whole, self.trace, sharding, shapes, layers)
             profile = with_tp_sync(shard, model, self.trace, sharding, example)

@@ -2,3 +2,5 @@
 
 Names and numbers: no tensors move here, no process group. Used by the planner, the engine and DP.sync.
 """
+
+import torch  # noqa: F401  loads the libraries that _C is linked with

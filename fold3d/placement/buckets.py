@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fold3d import _C
 from fold3d.errors import ConfigError
 
 
@@ -22,19 +23,7 @@ def cut_buckets(layer_bytes: Sequence[int], least_bytes: int) -> list[tuple[int,
     Returns: an empty list if no layer has gradients.
     Raises: ConfigError for a negative number.
     """
-    if least_bytes < 0 or any(size < 0 for size in layer_bytes):
-        raise ConfigError(f"bucket_bytes={least_bytes}, layers of {list(layer_bytes)} bytes: none may be negative")
-    buckets: list[tuple[int, int]] = []
-    first, size = 0, 0
-    for layer, more in enumerate(layer_bytes):
-        size += more
-        if size >= max(1, least_bytes):
-            buckets.append((first, layer + 1))
-            first, size = layer + 1, 0
-    if first == len(layer_bytes):
-        return buckets
-    if buckets:
-        buckets[-1] = (buckets[-1][0], len(layer_bytes))
-    elif size > 0:
-        buckets.append((0, len(layer_bytes)))
-    return buckets
+    try:
+        return _C.cut_buckets(list(layer_bytes), least_bytes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fold3d import _C
-from fold3d.plan.memory.layer_bytes import LayerBytes, recomputed
+from fold3d.plan.memory.layer_bytes import LayerBytes
 
 ACTION_SECONDS = 7e-4
 """What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45
@@ -33,19 +33,6 @@ class TpExchange:
 
 Exchanges = tuple[tuple[TpExchange, ...], ...]
 """Per layer, in their order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCost:
-    """Of one layer and one micro-batch."""
-
-    forward: float
-    """Seconds."""
-    backward: float
-    """Seconds; with what it computes again."""
-    bytes: LayerBytes
-    sums: int
-    """Bytes of what TP.sync hands it in its forward, which is kept where that runs again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,25 +87,6 @@ class Profile:
     exposed_backward: tuple[float, ...] = ()
     inside: tuple[Inside, ...] = ()
     """Of the patterns that were asked for."""
-
-    def layer(self, number: int, again: bool = False, patterns: tuple[str, ...] = ()) -> LayerCost:
-        """Returns what a layer costs.
-
-        Args:
-            again: its forward runs again in its backward.
-            patterns: the modules inside of it whose forward does.
-        """
-        sums = sum(exchange.bytes for exchange in self.tp_forward[number]) if self.tp_forward else 0
-        forward, backward, needs = self.forward[number], self.backward[number], self.layers[number]
-        if again:
-            waits = self.exposed_forward[number] if self.exposed_forward else 0.0  # sums are kept
-            handed = self.activation_bytes[number - 1]
-            backward += forward - waits
-            needs = recomputed(needs, handed, sums)
-        for inside in self.inside:
-            if patterns and inside.patterns == patterns:
-                backward, needs = backward + inside.seconds[number], inside.layers[number]
-        return LayerCost(forward=forward, backward=backward, bytes=needs, sums=sums)
 
     @staticmethod
     def agreed(profiles: Sequence[Profile], layers: Sequence[Sequence[Hashable]] = ()) -> Profile:

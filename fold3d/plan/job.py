@@ -47,6 +47,8 @@ class Job:
     """Whether the pool is no part of the memory that is limited. Else nothing leaves for it unless the user says so."""
     host_is_elsewhere: bool = False
     """Whether the host's memory is no part of it."""
+    may_split: bool = True
+    """Whether a backward can run in two halves: what is compiled, or has shards, does not."""
     offload_optimizer: bool = False
     """Whether the optimizer's state lies in host memory; the profile's `update_seconds` are then of updates there."""
     gradient_share: float = 1.0

@@ -1,296 +1,453 @@
-"""search(): the settings with the shortest simulated step."""
+"""search(): the settings with the shortest simulated step, found by csrc/core/plan; what they cost, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fold3d import _C
+from fold3d import schedule as schedules
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.cluster_model import early_gathers_to_try, kind_of
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.layout import Layout, Shares, cut, layout_of
+from fold3d.plan.layout import Plan, config_errors, core_spared, layout_of, numbers_of, simulate, spared_of_core
 from fold3d.plan.measured import with_times, without_recomputed
 from fold3d.plan.memory.model import StagePeak, peaks_of
 from fold3d.plan.memory.spared import Spared
-from fold3d.plan.memory.sparing import climb, ladders, lighten
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.space import candidates, dp_sync, offload, registry
-from fold3d.plan.space.candidates import spared_from
+from fold3d.plan.space import bucket_bytes, offload, recompute, registry
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
-from fold3d.plan.space.segments import KNOB as SEGMENTS
-from fold3d.plan.strategy import MIXED, Modes, Ranges, Strategy, name_of
-from fold3d.plan.trial import Order, Trials
+from fold3d.plan.strategy import MIXED, Strategy, name_of
 from fold3d.topology import num_segments
 
-_SHARES = (Shares(), Shares(first=0.25), Shares(last=0.5), Shares(first=0.5, last=1.3, grow=True))
-_MORE_SHARES = (
-    *_SHARES,
-    Shares(first=0.5),
-    Shares(first=1.5),
-    Shares(first=0.5, last=0.5),
-    Shares(first=0.3, last=1.2, grow=True),
-)
-_EQUAL = 1.003
-"""Steps within this factor are equal: then fewer segments win, and the kinds of DP.sync in this order."""
-_KINDS = ("early", MIXED, "zero1", "serial")
-_WORTH_A_CHANGE = 0.97
 DECISIVE = 1.1
 """Predictions that differ by less leave a knob to real steps that can be left to them: measured layers and links are
 right to some percent."""
+_WORTH_A_CHANGE = 0.97
 _RUNNERS_UP = 4
-_SPARED_PLANS = 12
-"""That the search makes fit into memory, the fastest first."""
-_MUCH_WORK = 25_000
-"""Compute actions per step of all stages from which the search looks at fewer candidates."""
+
+Settings = tuple[tuple[str, str], ...]
+PlanProgress = _C.PlanProgress
+Progress = Callable[[int, PlanProgress], None]
+"""Called between rounds of a search with the number of the job whose plan is the best so far, -1 where none fits yet;
+what it raises ends the search."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    layout: Layout
-    order: Order
-    modes: Modes
-    early_gathers: int
-    step_ns: int
-    peaks: tuple[StagePeak, ...]
-    gather_order: list[list[int]]
-
-    @property
-    def memory(self) -> int:
-        """Bytes of the fullest rank."""
-        return max(peak.bytes for peak in self.peaks)
-
-    def segments(self, pp: int) -> int:
-        return num_segments(len(self.layout.ranges), pp)
-
-
-class _Search:
-    """The candidates tried so far for one job."""
-
-    def __init__(
-        self, job: Job, constraints: Constraints, settings: tuple[tuple[str, str], ...], asked: Job | None = None
-    ) -> None:
-        """Args:
-        job: with what `settings` cost.
-        asked: without it; where it is said what settings cost.
-        """
-        self.job, self.asked = job, asked
-        self.constraints = constraints
-        self.settings = settings
-        self.trials = Trials(job)
-        self.pool: dict[tuple[object, ...], _Candidate] = {}
-
-    def try_one(self, layout: Layout, order: Order, modes: Modes, early_gathers: int = -1) -> _Candidate:
-        key = (layout.ranges, layout.buckets, layout.spared, order, modes, early_gathers)
-        if key not in self.pool:
-            step = self.trials.run(layout, order, modes, early_gathers=early_gathers)
-            memory = peaks_of(self.trials.memory(layout, order, modes, step))
-            self.pool[key] = _Candidate(layout, order, modes, early_gathers, step.step_ns, memory, step.gather_order)
-        return self.pool[key]
-
-    def fits(self, candidate: _Candidate) -> bool:
-        return all(map(self.has_room, candidate.peaks))
-
-    def has_room(self, peak: StagePeak) -> bool:
-        """Whether a rank holds so much."""
-        limit, pool = self.job.memory_limit, self.job.pool_limit
-        return (limit is None or peak.bytes <= limit) and (pool is None or peak.pool <= pool)
-
-    def rank(self, candidate: _Candidate) -> tuple[object, ...]:
-        """What is better comes first: fits, fast; if nothing fits, the least memory."""
-        return (0, candidate.step_ns) if self.fits(candidate) else (1, candidate.memory, candidate.step_ns)
-
-    def kinds(self) -> Sequence[str]:
-        return dp_sync.KNOB.values(self.job, self.constraints, {})
-
-    def try_all(self, layout: Layout, order: Order, limits: Iterable[int], *, mixed: bool = False) -> None:
-        """Tries the ways of DP.sync, the early one with each number of early gathers."""
-        job = self.job
-        if self.constraints.modes is not None:
-            for limit in limits:
-                self.try_one(layout, order, self.constraints.modes, limit)
-            return
-        for kind in self.kinds():
-            modes = candidates.uniform_modes(job, layout, kind)
-            if kind != "early" or job.dp == 1:
-                self.try_one(layout, order, modes)
-                continue
-            for limit in limits:
-                tried = self.try_one(layout, order, modes, limit)
-                if mixed and limit > 0 and self.constraints.dp_sync is None:
-                    self.try_one(layout, order, candidates.mixed_modes(job, layout, tried.gather_order, limit))
-
-    def best_of(self, group: Callable[[_Candidate], object], count: int) -> list[_Candidate]:
-        """Returns the best candidate of each group, the best groups first."""
-        best: dict[object, _Candidate] = {}
-        for candidate in self.pool.values():
-            key = group(candidate)
-            if key not in best or self.rank(candidate) < self.rank(best[key]):
-                best[key] = candidate
-        return sorted(best.values(), key=self.rank)[:count]
-
-    def winner(self) -> _Candidate:
-        best = min(self.pool.values(), key=self.rank)
-        if not self.fits(best):
-            return best
-        equal = [c for c in self.pool.values() if self.fits(c) and c.step_ns <= best.step_ns * _EQUAL]
-        # Gathers that may begin at any time depend least on what was measured being right.
-        return min(
-            equal,
-            key=lambda c: (
-                *(not c.layout.spared.nothing, c.segments(self.job.pp)),
-                *(_KINDS.index(kind_of(c.modes)), c.step_ns, c.layout.spared.offload.percent),
-            ),
-        )
-
-    def spare(self) -> None:
-        """Makes what is fast, but too large, fit by computing again and by copies to the pool, as far as these are not
-        decided. They only add time: what takes longer without them than the fastest that fits is not looked at."""
-        if self.job.memory_limit is None:
-            return
-        fitting = [c.step_ns for c in self.pool.values() if self.fits(c)]
-        best = min(fitting, default=None)
-        found: dict[object, _Candidate] = {}
-        for candidate in sorted(self.pool.values(), key=lambda c: c.step_ns):
-            found.setdefault((candidate.segments(self.job.pp), candidate.order, kind_of(candidate.modes)), candidate)
-        for candidate in list(found.values())[:_SPARED_PLANS]:
-            if best is not None and candidate.step_ns * _EQUAL >= best:
-                return
-            for ladder in ladders(self.job, self.constraints, len(candidate.layout.ranges)):
-
-                def tried(spared: Spared, like: _Candidate = candidate) -> tuple[int, Sequence[StagePeak]]:
-                    nonlocal best
-                    layout = layout_of(self.job, like.layout.ranges, like.layout.bucket_bytes, spared)
-                    made = self.try_one(layout, like.order, like.modes, like.early_gathers)
-                    if self.fits(made) and (best is None or made.step_ns < best):
-                        best = made.step_ns
-                    return made.step_ns, made.peaks
-
-                climb(ladder, tried, self.has_room, candidate.step_ns)
-                if not ladder.steps and offload.KNOB.fixed(self.constraints) is None:
-                    lighten(self.job, ladder.spared, tried, self.has_room)
-
-
-def search(job: Job, constraints: Constraints | None = None) -> Proposal:
+def search(job: Job, constraints: Constraints | None = None, *, progress: Progress | None = None) -> Proposal:
     """Returns the settings with the shortest predicted step among those that `constraints` leave open.
 
-    Deterministic; takes at most a few seconds; needs no process group, so any rank may call it alone. Of settings that
-    are equal to 0.3 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the
-    memory limit, it takes what needs least and says so.
+    Deterministic; uses all cores; needs no process group, so any rank may call it alone. Of settings that are equal to
+    0.1 % it takes those with fewer segments, and rather early gathers than zero1. If nothing fits into the memory
+    limit, it takes what needs least and says so.
 
     Raises: ConfigError if what is fixed does not fit the model or each other.
     """
+    found = search_jobs([job], constraints, progress=progress)[0]
+    if found.winner is None:
+        raise ConfigError(found.cannot)
+    return found.proposal()
+
+
+def search_jobs(
+    jobs: Sequence[Job],
+    constraints: Constraints | None = None,
+    *,
+    beat_ms: float | None = None,
+    progress: Progress | None = None,
+) -> list[Found]:
+    """Returns what is best for each of several jobs of which one is to be chosen: those with the same work on other
+    meshes, say. A job of which bounds say that another one has a faster plan has no winner.
+
+    Args:
+        beat_ms: a step of what is known already.
+    Raises: ConfigError for constraints that do not fit each other.
+    """
     constraints = constraints or Constraints()
     registry.check(constraints)
-    if job.memory_limit is None:  # then what is open of both spares nothing: what depends on the other has no effect
-        registry.check(replace(constraints, settings=_with_spared(constraints)))
-    found: list[_Found] = []
-    for settings in registry.settings_to_try(job, constraints):
-        state = _Search(registry.with_costs(job, settings), constraints, settings, job)
-        heuristic = _try_all(state)
-        found.append(_Found(state, state.winner(), heuristic))
-    if not found:
+    variants: list[tuple[int, Settings, Job]] = []
+    for number, job in enumerate(jobs):
+        if (
+            job.memory_limit is None
+        ):  # then what is open of both spares nothing: what depends on the other has no effect
+            registry.check(replace(constraints, settings=_with_spared(constraints)))
+        _check(job, constraints)
+        for settings in registry.settings_to_try(job, constraints):
+            variants.append((number, settings, registry.with_costs(job, settings)))
+    return _search(jobs, constraints, variants, beat_ms, progress)
+
+
+def _search(
+    jobs: Sequence[Job],
+    constraints: Constraints,
+    variants: Sequence[tuple[int, Settings, Job]],
+    beat_ms: float | None = None,
+    progress: Progress | None = None,
+) -> list[Found]:
+    """Returns what is best for each job.
+
+    Args:
+        variants: number of a job, settings, the job with what they cost.
+    """
+    if not variants:
         raise ConfigError("a knob of the registry has no candidates for this job")
-    best = min(found, key=lambda one: one.state.rank(one.winner))
-    proposal = _proposal(best.state, best.winner, best.heuristic)
-    settings, remarks, second_best = _settled(best, found, proposal.strategy.settings)
-    return replace(
-        proposal,
-        strategy=replace(proposal.strategy, settings=settings),
-        remarks=(*proposal.remarks, *remarks),
-        second_best=second_best,
-    )
+    space = _space(jobs[0], constraints)
+
+    def tell(state: _C.PlanProgress) -> None:
+        if progress is not None:
+            progress(variants[state.job][0] if state.job >= 0 else -1, state)
+
+    with config_errors():
+        plans = _C.search_plans(
+            [numbers_of(job) for _, _, job in variants],
+            space,
+            independent=False,
+            beat_ns=None if beat_ms is None else round(beat_ms * 1e6),
+            threads=len(os.sched_getaffinity(0)),
+            progress=tell,
+        )
+    results = []
+    for number, job in enumerate(jobs):
+        mine = [
+            _Variant(settings, costed, plan)
+            for (of, settings, costed), plan in zip(variants, plans, strict=True)
+            if of == number
+        ]
+        results.append(Found(job, constraints, space, mine))
+    return results
 
 
-def _with_spared(constraints: Constraints) -> tuple[tuple[str, str], ...]:
+def _check(job: Job, constraints: Constraints) -> None:
+    """Raises: ConfigError for what is fixed and does not fit the model."""
+    schedules.check_group_size(constraints.group_size)
+    if constraints.ranges is not None:
+        job.trace.check_ranges(list(constraints.ranges))
+        spared_from(constraints).recompute.of_chunks(len(constraints.ranges))
+    elif constraints.segments is not None:
+        spared_from(constraints).recompute.of_chunks(constraints.segments * job.pp)
+
+
+def spared_from(constraints: Constraints) -> Spared:
+    """Returns what the user has decided to recompute and to offload; nothing where they have not."""
+    again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
+    nothing = Spared()
+    return Spared(again or nothing.recompute, leaves or nothing.offload)
+
+
+def _with_spared(constraints: Constraints) -> Settings:
     spared = spared_from(constraints)
     decided = {"recompute": str(spared.recompute), "offload": str(spared.offload)}
     return tuple((dict(constraints.settings) | decided).items())
 
 
+def _space(job: Job, constraints: Constraints) -> _C.PlanSpace:
+    """Returns what is fixed, and what is to be tried of the rest."""
+    options, name = _C.PlanSpace(), constraints.schedule
+    options.segments = constraints.segments
+    if constraints.ranges is not None:
+        options.ranges, options.segments = list(constraints.ranges), None
+    options.schedule, options.group_size = name or "", constraints.group_size or 0
+    if name is not None and name.endswith(".csv"):
+        options.give(schedules.load_csv(name))
+    if constraints.modes is not None:
+        options.set_modes([list(stage) for stage in constraints.modes])
+    elif constraints.dp_sync is None:
+        options.set_ways(["early", "zero1"], True)
+    else:
+        options.set_ways([constraints.dp_sync], False)
+    options.bucket_bytes = list(bucket_bytes.KNOB.values(job, constraints, {}))
+    again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
+    options.set_spared(core_spared(job, spared_from(constraints)), again is None, leaves is None)
+    return options
+
+
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Variant:
     """What came out with one combination of settings."""
 
-    state: _Search
-    winner: _Candidate
-    heuristic: _Candidate
+    settings: Settings
+    job: Job
+    """With what they cost."""
+    plan: _C.PlanFound
 
 
-def _settled(
-    best: _Found, found: Sequence[_Found], settings: tuple[tuple[str, str], ...]
-) -> tuple[tuple[tuple[str, str], ...], list[str], tuple[tuple[str, float], ...]]:
-    """Returns the best settings, with what real steps are to decide where predictions are too close; why; and what the
-    next best value of each such knob takes.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search says of a job."""
 
-    Args:
-        settings: the best ones.
-    """
-    settled, remarks, seconds = dict(settings), [], []
-    for knob in registry.in_settings(best.state.job.tp):
-        if knob.undecided is None:
-            continue
-        # The search is free to change everything else with it, but not other settings.
-        others = [
-            one
-            for one in found
-            if {name for name, text in one.state.settings if text != dict(best.state.settings)[name]} == {knob.name}
-            and one.state.fits(one.winner)
-        ]
-        if not others:
-            continue
-        second = min(others, key=lambda one: one.winner.step_ns)
-        seconds.append((knob.name, second.winner.step_ns / 1e6))
-        mine, other = settled[knob.name], dict(second.state.settings)[knob.name]
-        close = second.winner.step_ns < DECISIVE * best.winner.step_ns
-        if close:
-            settled[knob.name] = knob.text(knob.undecided)
-        remarks.append(
-            f"{knob.name}: {mine} takes {best.winner.step_ns / 1e6:.1f} ms a step, {other} "
-            f"{second.winner.step_ns / 1e6:.1f}: " + ("too close to tell, real steps decide" if close else mine)
+    job: Job
+    constraints: Constraints
+    space: _C.PlanSpace
+    variants: list[_Variant]
+
+    @property
+    def winner(self) -> _Variant | None:
+        """The best settings; None where no plan can be, or another job has a faster one."""
+        known = [one for one in self.variants if one.plan.best is not None]
+        return min(known, key=_rank) if known else None
+
+    @property
+    def best(self) -> _C.PlanCandidate | None:
+        """The plan of the winner."""
+        return None if self.winner is None else self.winner.plan.best
+
+    @property
+    def fits(self) -> bool:
+        """Whether that keeps to the limits."""
+        return self.winner is not None and self.winner.plan.fits
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the fullest rank of `best` needs."""
+        winner = self.winner
+        assert winner is not None and winner.plan.best is not None, "asked for by those who looked"
+        if winner.plan.best.peaks:
+            return max(peak.bytes for peak in winner.plan.best.peaks)
+        plan = _plan_of(winner.job, winner.plan.best, spared_from(self.constraints))
+        return max(peak.bytes for peak in peaks_of(simulate(winner.job, plan)[1]))
+
+    @property
+    def cannot(self) -> str:
+        """Why no plan is possible; empty where there are some."""
+        return next((one.plan.refused for one in self.variants if one.plan.refused), "") if self.best is None else ""
+
+    @property
+    def least_ms(self) -> float:
+        """No plan of the job takes less."""
+        return min(one.plan.least_ns for one in self.variants) / 1e6
+
+    def proposal(self) -> Proposal:
+        """Returns the winner, with what it costs."""
+        best = self.winner
+        assert best is not None and best.plan.best is not None, "asked for by those who looked"
+        constraints, job, found = self.constraints, best.job, best.plan.best
+        plan = _plan_of(job, found, spared_from(constraints))
+        has_early = found.kind in ("early", MIXED)
+        order = tuple(tuple(numbers) for numbers in found.gather_order)
+        planned = order if job.dp > 1 and has_early else None
+        step, curves = simulate(job, replace(plan, gather_order=planned), breakdown=True)
+        _, free_curves = simulate(job, plan) if planned is not None else (step, curves)
+        peaks = peaks_of(free_curves)
+        settings, remarks, second_best = self._settled(best, plan.spared.into(best.settings))
+        strategy = Strategy(
+            dp=job.dp,
+            pp=job.pp,
+            tp=job.tp,
+            micro_batches=job.micro_batches,
+            ranges=plan.ranges,
+            schedule=plan.schedule,
+            group_size=plan.group_size,
+            dp_sync=found.kind,
+            modes=tuple(tuple(stage) for stage in found.modes) if found.kind == MIXED else (),
+            gather_order=order if has_early else (),
+            bucket_bytes=plan.bucket_bytes,
+            settings=settings,
         )
-    return tuple(settled.items()), remarks, tuple(seconds)
+        early = round(step.early_gathers / job.pp) if planned is not None else None
+        traded = [*self._traded(best, plan, peaks), *self._on_host(best, plan, peaks)]
+        return Proposal(
+            strategy=strategy,
+            prediction=prediction_of(step, early_gathers=early),
+            peaks=peaks,
+            limited=job.memory_limit is not None,
+            cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
+            remarks=(*_on_limits(job, peaks), *traded, *_on_times(job), *remarks),
+            runners_up=self._runners_up(best),
+            second_best=second_best,
+        )
+
+    def _settled(self, best: _Variant, settings: Settings) -> tuple[Settings, list[str], tuple[tuple[str, float], ...]]:
+        """Returns the best settings, with what real steps are to decide where predictions are too close; why; and what
+        the next best value of each such knob takes.
+
+        Args:
+            settings: the best ones.
+        """
+        settled, remarks, seconds = dict(settings), [], []
+        assert best.plan.best is not None
+        best_ns = best.plan.best.step_ns
+        plan = _plan_of(best.job, best.plan.best, spared_from(self.constraints))
+        for knob in registry.in_settings(best.job.tp):
+            if knob.undecided is None:
+                continue
+            mine = dict(best.settings)[knob.name]
+            others = []
+            for one in self.variants:
+                differ = {name for name, text in one.settings if text != dict(best.settings)[name]}
+                if differ != {knob.name}:  # everything else may change with it, but not other settings
+                    continue
+                if one.plan.best is not None and one.plan.fits:
+                    others.append((one.plan.best.step_ns, dict(one.settings)[knob.name]))
+                elif one.plan.best is None:  # bounds say that it is slower: by how much, the same plan tells
+                    others.append((simulate(one.job, plan)[0].step_ns, dict(one.settings)[knob.name]))
+            if not others:
+                continue
+            second_ns, other = min(others)
+            seconds.append((knob.name, second_ns / 1e6))
+            close = second_ns < DECISIVE * best_ns
+            if close:
+                settled[knob.name] = knob.text(knob.undecided)
+            remarks.append(
+                f"{knob.name}: {mine} takes {best_ns / 1e6:.1f} ms a step, {other} {second_ns / 1e6:.1f}: "
+                + ("too close to tell, real steps decide" if close else mine)
+            )
+        return tuple(settled.items()), remarks, tuple(seconds)
+
+    def _runners_up(self, best: _Variant) -> tuple[tuple[str, float], ...]:
+        def row(name: str, fits: bool, step_ns: int) -> tuple[str, float]:
+            larger = best.plan.fits and not fits
+            return f"{name}, does not fit" if larger else name, step_ns / 1e6
+
+        job = best.job
+        found = []
+        for one in best.plan.runners_up[:_RUNNERS_UP]:
+            kind = one.kind if job.dp > 1 else None
+            name = name_of(one.segments, one.schedule, one.group_size or None, kind)
+            found.append(row(name, one.fits, one.step_ns))
+        with config_errors():
+            usual = self.space.heuristic(numbers_of(job))
+        segments = num_segments(len(usual.layout.ranges), job.pp)
+        name = name_of(segments, usual.schedule, usual.group_size or None, usual.kind if job.dp > 1 else None)
+        return (*found, row(f"Fold3D's heuristic ({name})", _fits(job, usual.peaks), usual.step_ns))
+
+    def _traded(self, best: _Variant, plan: Plan, peaks: Sequence[StagePeak]) -> list[str]:
+        """Returns what is computed again or copied to the pool, what that costs, and what it is for."""
+        spared, job = spared_from(self.constraints), best.job
+        if spared == plan.spared or best.plan.best is None:
+            return []
+        step, curves = simulate(job, replace(plan, spared=spared))
+        without = peaks_of(curves)
+        stage = max(range(len(without)), key=lambda number: without[number].bytes)
+        slower = 100 * (best.plan.best.step_ns / step.step_ns - 1)
+        saved = without[stage].bytes - peaks[stage].bytes
+        pool = max(peak.pool for peak in peaks)
+        return [
+            f"{plan.spared} costs {slower:.1f} % of a step and saves {text_of_bytes(saved)} on stage {stage}: "
+            f"without it stage {stage} needs {text_of_bytes(without[stage].bytes)} of "
+            f"{text_of_bytes(job.memory_limit or 0)}"
+            + (f"; the pool of a rank holds up to {text_of_bytes(pool)}" if pool else "")
+        ]
+
+    def _on_host(self, best: _Variant, plan: Plan, peaks: Sequence[StagePeak]) -> list[str]:
+        """Returns what an optimizer in host memory costs, and what it is for."""
+        if not best.job.offload_optimizer or best.plan.best is None:
+            return []
+        settings = tuple((name, "False" if name == OFFLOAD_OPTIMIZER.name else text) for name, text in best.settings)
+        step, curves = simulate(registry.with_costs(self.job, settings), plan)
+        without = peaks_of(curves)
+        stage = max(range(len(peaks)), key=lambda number: peaks[number].host)
+        return [
+            f"offload_optimizer=True costs {100 * (best.plan.best.step_ns / step.step_ns - 1):.1f} % of a step and "
+            f"keeps {text_of_bytes(peaks[stage].host)} of stage {stage} in host memory: on its device stage {stage} "
+            f"needs {text_of_bytes(peaks[stage].bytes)}, without it {text_of_bytes(without[stage].bytes)}"
+        ]
 
 
-def _try_all(state: _Search) -> _Candidate:
-    """Tries what is open, first roughly and then around the best; returns what Fold3D's heuristic would take."""
-    job, constraints = state.job, state.constraints
-    counts = SEGMENTS.values(job, constraints, {})
-    actions = 2 * job.pp * max(counts) * job.micro_batches
-    few = max(1, round(6 * min(1.0, _MUCH_WORK / 8 / actions)))
-    for segments in counts:
-        for ranges in _cuts(job, constraints, segments, _SHARES):
-            layout = _usual(candidates.layouts(job, constraints, ranges))
-            for order in candidates.orders(job, constraints, segments):
-                state.try_all(layout, order, _limits(job, layout, 2))
-    heuristic = _try_heuristic(state, counts)
-    for found in state.best_of(lambda c: (c.segments(job.pp), c.order), few):
-        for ranges in _cuts(job, constraints, found.segments(job.pp), _MORE_SHARES):
-            for layout in candidates.layouts(job, constraints, ranges):
-                state.try_all(layout, found.order, _limits(job, layout, 4))
-    for found in state.best_of(lambda c: (c.layout.ranges, c.layout.buckets, c.order), max(1, few // 2)):
-        state.try_all(found.layout, found.order, _limits(job, found.layout, 24), mixed=True)
-    state.spare()
-    return heuristic
+def _rank(one: _Variant) -> tuple[int, int, int]:
+    """What is better comes first: fits, fast; if nothing fits, the least memory."""
+    best = one.plan.best
+    assert best is not None
+    if one.plan.fits:
+        return 0, best.step_ns, 0
+    return 1, max(peak.bytes for peak in best.peaks), best.step_ns
 
 
-def decide(job: Job, constraints: Constraints, steps_parts: Callable[[], bool]) -> Proposal:
+def _plan_of(job: Job, found: _C.PlanCandidate, fixed: Spared) -> Plan:
+    return Plan(
+        ranges=tuple(found.layout.ranges),
+        schedule=found.schedule,
+        group_size=found.group_size or None,
+        modes=tuple(tuple(stage) for stage in found.modes),
+        bucket_bytes=found.layout.bucket_bytes,
+        spared=spared_of_core(job, found.spared, fixed),
+        early_gathers=found.early_gathers,
+    )
+
+
+def _fits(job: Job, peaks: Sequence[_C.PlanPeak]) -> bool:
+    limit, pool = job.memory_limit, job.pool_limit
+    return all((limit is None or one.bytes <= limit) and (pool is None or one.pool <= pool) for one in peaks)
+
+
+def _on_limits(job: Job, peaks: Sequence[StagePeak]) -> list[str]:
+    memory, pool = max(peak.bytes for peak in peaks), max(peak.pool for peak in peaks)
+    if job.memory_limit is not None and memory > job.memory_limit:
+        return [
+            f"nothing that was tried fits into {text_of_bytes(job.memory_limit)} (setting memory_limit): this "
+            f"needs {text_of_bytes(memory)}, the least"
+        ]
+    if job.pool_limit is not None and pool > job.pool_limit:
+        return [
+            f"nothing that was tried fits into a pool of {text_of_bytes(job.pool_limit)} (setting offload_pool): this "
+            f"puts {text_of_bytes(pool)} there"
+        ]
+    if job.memory_limit is not None:
+        return [f"needs about {text_of_bytes(memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"]
+    return []
+
+
+def _on_times(job: Job) -> list[str]:
+    return [] if job.profile.measured else ["layers were not measured: times are shares of FLOPs"]
+
+
+def decide(
+    job: Job, constraints: Constraints, steps_parts: Callable[[], bool], *, progress: Progress | None = None
+) -> Proposal:
     """Returns the best proposal with early gathers, which hide more than the simulator tells (every replica's step of
     its own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
 
     Args:
         steps_parts: whether the optimizer can be used with zero1; asked only where it matters.
     """
-    if constraints.dp_sync is not None or job.dp == 1:
-        return search(job, constraints)
-    early = search(job, replace(constraints, dp_sync="early"))
-    fits = job.memory_limit is None or early.memory_bytes <= job.memory_limit
-    spares = Spared.of(early.strategy.settings) != spared_from(constraints)
-    on_host = OFFLOAD_OPTIMIZER.of(early.strategy)  # where updates take long, rather each replica its share
-    return early if (fits and not spares and not on_host) or not steps_parts() else search(job, constraints)
+    found = decide_jobs([job], constraints, steps_parts, progress=progress)[0]
+    if found.winner is None:
+        raise ConfigError(found.cannot)
+    return found.proposal()
+
+
+def decide_jobs(
+    jobs: Sequence[Job],
+    constraints: Constraints,
+    steps_parts: Callable[[], bool],
+    *,
+    progress: Progress | None = None,
+) -> list[Found]:
+    """Returns what `decide` would of each of several jobs, as `search_jobs`."""
+    if constraints.dp_sync is not None:
+        return search_jobs(jobs, constraints, progress=progress)
+    found = search_jobs(jobs, replace(constraints, dp_sync="early"), progress=progress)
+    asking = [number for number, one in enumerate(found) if jobs[number].dp > 1 and _asks_for_zero1(one)]
+    if not asking or not steps_parts():
+        return found
+    fitting = [
+        one.winner.plan.best.step_ns / 1e6
+        for number, one in enumerate(found)
+        if number not in asking and one.winner and one.winner.plan.best and one.winner.plan.fits
+    ]
+
+    def tell(job: int, state: _C.PlanProgress) -> None:
+        if progress is not None:
+            progress(asking[job] if job >= 0 else -1, state)
+
+    beat_ms = min(fitting, default=None)
+    again = search_jobs([jobs[number] for number in asking], constraints, beat_ms=beat_ms, progress=tell)
+    for number, one in zip(asking, again, strict=True):
+        if one.winner is not None:
+            found[number] = one
+    return found
+
+
+def _asks_for_zero1(found: Found) -> bool:
+    """Whether early gathers do not fit, or only with what costs time."""
+    best = found.winner
+    if best is None or best.plan.best is None:
+        return False
+    spared = spared_of_core(best.job, best.plan.best.spared, spared_from(found.constraints))
+    on_host = best.job.offload_optimizer  # where updates take long, rather each replica its share
+    return not best.plan.fits or spared != spared_from(found.constraints) or on_host
 
 
 def recheck(
@@ -326,154 +483,12 @@ def recheck(
         modes=strategy.modes or None,
         settings=strategy.settings,
     )
-    layout = candidates.layouts(measured, constraints, strategy.ranges)[0]
-    buckets = [len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)]
-    modes = tuple(strategy.modes_of(stage, count) for stage, count in enumerate(buckets))
-    gathers = [strategy.gathers_of(stage, count) for stage, count in enumerate(buckets)]
-    order = Order(strategy.schedule, strategy.group_size)
-    now = Trials(measured).run(layout, order, modes, gather_order=gathers, spans=False).step_ns / 1e6
-    state = _Search(measured, constraints, strategy.settings)
-    heuristic = _try_all(state)
-    better = _proposal(state, state.winner(), heuristic)
+    plan = Plan.of(strategy)
+    layout = layout_of(measured, plan.ranges, plan.bucket_bytes, plan.spared)
+    gathers = tuple(tuple(strategy.gathers_of(stage, layout.buckets_of(stage, job.pp))) for stage in range(job.pp))
+    now = simulate(measured, replace(plan, gather_order=gathers))[0].step_ns / 1e6
+    found = _search([measured], constraints, [(0, strategy.settings, measured)])[0]
+    if found.winner is None:
+        raise ConfigError(found.cannot)
+    better = found.proposal()
     return better if better.step_ms < _WORTH_A_CHANGE * now else None
-
-
-def _cuts(job: Job, constraints: Constraints, segments: int, shares: Sequence[Shares]) -> list[Ranges]:
-    """Returns the cuts into so many segments that differ, the even one first."""
-    if constraints.ranges is not None:
-        job.trace.check_ranges(list(constraints.ranges))
-        return [constraints.ranges]
-    return list(dict.fromkeys(cut(job, segments, one) for one in shares))
-
-
-def _usual(layouts: list[Layout]) -> Layout:
-    """Returns the layout with small buckets, but not the smallest if there is a choice."""
-    return layouts[min(1, len(layouts) - 1)]
-
-
-def _limits(job: Job, layout: Layout, count: int) -> list[int]:
-    if job.gradient_delay:  # none begins before its step is over
-        return [-1]
-    return early_gathers_to_try(max(len(layout.of_stage(stage, job.pp)) for stage in range(job.pp)), count)
-
-
-def _try_heuristic(state: _Search, counts: Sequence[int]) -> _Candidate:
-    """Tries what Fold3D would choose: its number of segments, whole segments as buckets, all micro-batches at once."""
-    job, constraints = state.job, state.constraints
-    segments = candidates.heuristic_segments(job, counts)
-    order = candidates.orders(job, constraints, segments)[0]
-    layout = candidates.layouts(job, constraints, _cuts(job, constraints, segments, _SHARES[:1])[0])[-1]
-    return state.try_one(layout, order, constraints.modes or candidates.uniform_modes(job, layout, state.kinds()[0]))
-
-
-def _name(state: _Search, candidate: _Candidate) -> str:
-    kind = kind_of(candidate.modes) if state.job.dp > 1 else None
-    return name_of(candidate.segments(state.job.pp), candidate.order.name, candidate.order.group_size, kind)
-
-
-def _proposal(state: _Search, winner: _Candidate, heuristic: _Candidate) -> Proposal:
-    job = state.job
-    kind = kind_of(winner.modes)
-    has_early = kind in ("early", MIXED)
-    planned = winner.gather_order if job.dp > 1 and has_early else None
-    step = state.trials.run(
-        winner.layout, winner.order, winner.modes, gather_order=planned, breakdown=True, spans=False
-    )
-    strategy = Strategy(
-        dp=job.dp,
-        pp=job.pp,
-        tp=job.tp,
-        micro_batches=job.micro_batches,
-        ranges=winner.layout.ranges,
-        schedule=winner.order.name,
-        group_size=winner.order.group_size,
-        dp_sync=kind,
-        modes=winner.modes if kind == MIXED else (),
-        gather_order=tuple(tuple(numbers) for numbers in winner.gather_order) if has_early else (),
-        bucket_bytes=winner.layout.bucket_bytes,
-        settings=winner.layout.spared.into(state.settings),
-    )
-    return Proposal(
-        strategy=strategy,
-        prediction=prediction_of(
-            step, early_gathers=round(step.early_gathers / job.pp) if planned is not None else None
-        ),
-        peaks=winner.peaks,
-        limited=job.memory_limit is not None,
-        cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
-        remarks=tuple(_remarks(state, winner)),
-        runners_up=tuple(_runners_up(state, winner, heuristic)),
-    )
-
-
-def _runners_up(state: _Search, winner: _Candidate, heuristic: _Candidate) -> list[tuple[str, float]]:
-    def group(candidate: _Candidate) -> object:
-        return candidate.segments(state.job.pp), candidate.order
-
-    def row(name: str, candidate: _Candidate) -> tuple[str, float]:
-        larger = state.fits(winner) and not state.fits(candidate)
-        return f"{name}, does not fit" if larger else name, candidate.step_ns / 1e6
-
-    others = [one for one in state.best_of(group, _RUNNERS_UP + 1) if group(one) != group(winner)][:_RUNNERS_UP]
-    found = [row(_name(state, one), one) for one in others]
-    return [*found, row(f"Fold3D's heuristic ({_name(state, heuristic)})", heuristic)]
-
-
-def _remarks(state: _Search, winner: _Candidate) -> list[str]:
-    job, remarks = state.job, []
-    pool = max(peak.pool for peak in winner.peaks)
-    if job.memory_limit is not None and winner.memory > job.memory_limit:
-        remarks.append(
-            f"nothing that was tried fits into {text_of_bytes(job.memory_limit)} (setting memory_limit): this "
-            f"needs {text_of_bytes(winner.memory)}, the least"
-        )
-    elif job.pool_limit is not None and pool > job.pool_limit:
-        remarks.append(
-            f"nothing that was tried fits into a pool of {text_of_bytes(job.pool_limit)} (setting offload_pool): this "
-            f"puts {text_of_bytes(pool)} there"
-        )
-    elif job.memory_limit is not None:
-        remarks.append(
-            f"needs about {text_of_bytes(winner.memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"
-        )
-    remarks += [*_traded(state, winner), *_on_host(state, winner)]
-    if not job.profile.measured:
-        remarks.append("layers were not measured: times are shares of FLOPs")
-    return remarks
-
-
-def _traded(state: _Search, winner: _Candidate) -> list[str]:
-    """Returns what is computed again or copied to the pool, what that costs, and what it is for."""
-    spared = spared_from(state.constraints)
-    if spared == winner.layout.spared:
-        return []
-    plain = layout_of(state.job, winner.layout.ranges, winner.layout.bucket_bytes, spared)
-    without = state.try_one(plain, winner.order, winner.modes, winner.early_gathers)
-    stage = max(range(len(without.peaks)), key=lambda number: without.peaks[number].bytes)
-    slower = 100 * (winner.step_ns / without.step_ns - 1)
-    saved = without.peaks[stage].bytes - winner.peaks[stage].bytes
-    pool = max(peak.pool for peak in winner.peaks)
-    return [
-        f"{winner.layout.spared} costs {slower:.1f} % of a step and saves {text_of_bytes(saved)} on stage {stage}: "
-        f"without it stage {stage} needs {text_of_bytes(without.peaks[stage].bytes)} of "
-        f"{text_of_bytes(state.job.memory_limit or 0)}"
-        + (f"; the pool of a rank holds up to {text_of_bytes(pool)}" if pool else "")
-    ]
-
-
-def _on_host(state: _Search, winner: _Candidate) -> list[str]:
-    """Returns what an optimizer in host memory costs, and what it is for."""
-    asked = state.asked
-    if asked is None or not state.job.offload_optimizer:
-        return []
-    settings = tuple((name, "False" if name == OFFLOAD_OPTIMIZER.name else text) for name, text in state.settings)
-    job = registry.with_costs(asked, settings)
-    layout = layout_of(job, winner.layout.ranges, winner.layout.bucket_bytes, winner.layout.spared)
-    search = _Search(job, state.constraints, settings)
-    without = search.try_one(layout, winner.order, winner.modes, winner.early_gathers)
-    stage = max(range(len(winner.peaks)), key=lambda number: winner.peaks[number].host)
-    return [
-        f"offload_optimizer=True costs {100 * (winner.step_ns / without.step_ns - 1):.1f} % of a step and keeps "
-        f"{text_of_bytes(winner.peaks[stage].host)} of stage {stage} in host memory: on its device stage {stage} "
-        f"needs {text_of_bytes(winner.peaks[stage].bytes)}, without it {text_of_bytes(without.peaks[stage].bytes)}"
-    ]

@@ -19,6 +19,7 @@ from fold3d._C import (
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
 from fold3d.schedule.library import (
+    check_group_size,
     forward_only,
     generate,
     lower,
@@ -39,6 +40,7 @@ __all__ = [
     "SchedulerInfo",
     "Span",
     "Timeline",
+    "check_group_size",
     "forward_only",
     "generate",
     "grid",

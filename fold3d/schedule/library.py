@@ -70,10 +70,7 @@ def generate(
         turn: "all" or "1f1b", how the last segment turns around; None is the default.
     Raises: ConfigError for an unknown name, a size below 1 or a parameter that the schedule does not use.
     """
-    if group_size is not None and group_size < 1:
-        raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the default")
-    if group_size is not None and group_size > _MOST_FORWARDS:
-        raise ConfigError(f"group_size={group_size} is more than {_MOST_FORWARDS:.0e}; lower it to micro_batches")
+    check_group_size(group_size)
     if pp * segments * micro_batches > _MOST_FORWARDS and min(pp, segments, micro_batches) > 0:
         raise ConfigError(
             f"pp={pp} segments={segments} micro_batches={micro_batches}: more than {_MOST_FORWARDS:.0e} forwards in "
@@ -81,6 +78,14 @@ def generate(
         )
     with _config_errors():
         return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
+
+
+def check_group_size(group_size: int | None) -> None:
+    """Raises ConfigError for a number that N cannot be; None is a schedule's default."""
+    if group_size is not None and group_size < 1:
+        raise ConfigError(f"group_size must be at least 1, got {group_size}; leave it out for the default")
+    if group_size is not None and group_size > _MOST_FORWARDS:
+        raise ConfigError(f"group_size={group_size} is more than {_MOST_FORWARDS:.0e}; lower it to micro_batches")
 
 
 def forward_only(pp: int, segments: int, micro_batches: int = 1, style: str = LOOP) -> _C.Schedule:

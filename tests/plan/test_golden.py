@@ -65,7 +65,7 @@ def facts(job: Job, found: Proposal) -> dict[str, Any]:
     strategy = found.strategy
     assert parse(str(strategy)) == strategy
     layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
-    modes = [strategy.modes_of(stage, len(layout.of_stage(stage, job.pp))) for stage in range(job.pp)]
+    modes = [strategy.modes_of(stage, layout.buckets_of(stage, job.pp)) for stage in range(job.pp)]
     gathers = strategy.gather_order or ((),) * job.pp
     return {
         "table": found.table.splitlines(),

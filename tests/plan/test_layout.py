@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.plan.layout import Shares, cut, layout_of, layouts_of
-from fold3d.plan.search import _MORE_SHARES
+from fold3d.placement.layers import chunk_layers
+from fold3d.plan.layout import cut, layout_of, numbers_of
+from fold3d.topology import LOOP, V
 from tests.plan.jobs import make_job
 
 JOB = make_job()
@@ -31,28 +33,42 @@ def test_stages_of_a_segment_are_equal():
         assert max(pairs)[0] - min(pairs)[0] == 1 and sum(first for first, _ in pairs) == 16
 
 
-def test_layouts_of_several_sizes_of_buckets_are_those_of_each():
-    ranges = cut(JOB, 2)
-    sizes_of_buckets = (0, 1 << 20, 1 << 50)
-    found = layouts_of(JOB, ranges, sizes_of_buckets)
-    assert found == [layout_of(JOB, ranges, size) for size in sizes_of_buckets]
-    assert len({one.buckets for one in found}) > 1
+def test_layers_complete_the_gradients_that_the_runtime_says():
+    """csrc/core/plan and fold3d/placement/layers.py have one rule; also for what is tied, unread or read by all."""
+    trace = SMALL.trace
+    names = list(SMALL.profile.gradient_bytes)
+    uses = [(*names, *mine) if block in (3, 9) else mine for block, mine in enumerate(trace.uses)]
+    for changes in (
+        {},
+        {"uses": tuple(map(tuple, uses))},
+        {"shared": (names[5],)},
+        {"unread": (names[2], names[12])},
+        {"tied": ((names[1], names[14]),)},
+    ):
+        for style, segments in product((LOOP, V), (1, 2, 3, 4)):
+            job = dataclasses.replace(SMALL, trace=dataclasses.replace(trace, **changes), style=style)
+            ranges = cut(job, segments)
+            expected = [
+                [(layer.block + 1, [names.index(name) for name in layer.parameters]) for layer in layers]
+                for layers in chunk_layers(job.trace, ranges, job.pp, style)
+            ]
+            assert numbers_of(job).chunk_layers(list(ranges)) == expected
 
 
 def test_the_first_segment_may_differ():
-    small = Shares(first=0.25)
-    assert sizes(cut(JOB, 4, small))[0] == (1, 1)
-    assert sizes(cut(JOB, 4, small))[1:] == [(5, 5)] * 3
-    assert sizes(cut(JOB, 5, Shares(first=1.5)))[0] == (4, 4)
-    assert sizes(cut(JOB, 16, small)) == [(1, 1)] * 16  # there is no smaller one
+    small = {"first": 0.25}
+    assert sizes(cut(JOB, 4, **small))[0] == (1, 1)
+    assert sizes(cut(JOB, 4, **small))[1:] == [(5, 5)] * 3
+    assert sizes(cut(JOB, 5, first=1.5))[0] == (4, 4)
+    assert sizes(cut(JOB, 16, **small)) == [(1, 1)] * 16  # there is no smaller one
 
 
 def test_segments_may_grow():
-    growing = Shares(first=0.5, last=1.3, grow=True)
-    assert [first for first, _ in sizes(cut(JOB, 7, growing))] == [1, 2, 2, 2, 3, 3, 3]
-    assert [first for first, _ in sizes(cut(JOB, 16, growing))] == [1] * 16
-    assert cut(JOB, 1, growing) == cut(JOB, 1)
-    falling = [first for first, _ in sizes(cut(JOB, 4, Shares(first=1.5, last=0.5, grow=True)))]
+    growing = {"first": 0.5, "last": 1.3, "grow": True}
+    assert [first for first, _ in sizes(cut(JOB, 7, **growing))] == [1, 2, 2, 2, 3, 3, 3]
+    assert [first for first, _ in sizes(cut(JOB, 16, **growing))] == [1] * 16
+    assert cut(JOB, 1, **growing) == cut(JOB, 1)
+    falling = [first for first, _ in sizes(cut(JOB, 4, first=1.5, last=0.5, grow=True))]
     assert falling == sorted(falling, reverse=True) and sum(falling) == 16
 
 
@@ -73,15 +89,21 @@ def test_a_model_that_can_be_cut_nowhere_says_why():
         cut(job, 1)
 
 
-@given(
-    times=st.lists(st.floats(0, 10), min_size=16, max_size=16),
-    segments=st.integers(1, 8),
-    shares=st.sampled_from(_MORE_SHARES),
+SHARES = st.fixed_dictionaries(
+    {
+        "first": st.sampled_from((0.25, 0.5, 1.0, 1.5)),
+        "last": st.sampled_from((0.5, 1.0, 1.3)),
+        "grow": st.booleans(),
+    }
 )
-@example(times=[1.0] * 8 + [0.01] * 8, segments=7, shares=Shares(last=0.5))  # the last one took what others need
+LATE = {"first": 1.0, "last": 0.5, "grow": False}  # the last one took what others need
+
+
+@given(times=st.lists(st.floats(0, 10), min_size=16, max_size=16), segments=st.integers(1, 8), shares=SHARES)
+@example(times=[1.0] * 8 + [0.01] * 8, segments=7, shares=LATE)
 def test_any_times_and_shares_give_chunks_that_can_run(times, segments, shares):
     job = dataclasses.replace(SMALL, profile=dataclasses.replace(SMALL.profile, forward=(0.0, *times, 0.0)))
-    ranges = cut(job, segments, shares)
+    ranges = cut(job, segments, **shares)
     assert len(ranges) == 2 * segments
     job.trace.check_ranges(list(ranges))
 
@@ -93,8 +115,8 @@ def test_costs_add_up():
         assert sum(layout.backward) == pytest.approx(2 * 0.775 / 8)
         assert len(layout.buckets) == 8
         for chunk, buckets in enumerate(layout.buckets):
-            assert sum(bucket.forward for bucket in buckets) == pytest.approx(layout.forward[chunk])
-            assert sum(bucket.bytes for bucket in buckets) == 12_500_000 // 16 // 4 * 4 * 4
+            assert sum(forward for forward, _, _ in buckets) == pytest.approx(layout.forward[chunk])
+            assert sum(size for _, _, size in buckets) == 12_500_000 // 16 // 4 * 4 * 4
         assert [len(buckets) for buckets in layout.buckets] == [{0: 4, 1_600_000: 1}.get(bucket_bytes, 1)] * 8
-        assert layout.of_stage(1, 2) == [bucket for buckets in layout.buckets[1::2] for bucket in buckets]
+        assert layout.buckets_of(1, 2) == sum(map(len, layout.buckets[1::2]))
         assert layout.update[0] == pytest.approx(4 * 781_248e-9, rel=1e-3)

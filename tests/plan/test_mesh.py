@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fold3d.errors import ConfigError
+from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.proposal import Proposal
-from fold3d.plan.search import search
+from fold3d.plan.search import Found, search_jobs
 from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
 from tests.plan.jobs import make_job
 
@@ -44,23 +44,31 @@ def job_of(mesh: Mesh, limit: int | None = None) -> Job:
     return replace(job, tp=mesh.tp)
 
 
-def decide(job: Job) -> Proposal:
-    """Returns a proposal from few candidates."""
-    from fold3d.plan.constraints import Constraints
-
-    return search(job, Constraints(segments=1, schedule="1f1b", dp_sync="early", bucket_bytes=1 << 20))
+def decide(jobs: list[Job]) -> list[Found]:
+    """Returns what is found among few candidates."""
+    return search_jobs(jobs, Constraints(segments=1, schedule="1f1b", dp_sync="early", bucket_bytes=1 << 20))
 
 
 def test_the_fastest_that_fits_is_first_and_what_cannot_be_last() -> None:
     candidates = meshes(4, 8, tp=None, pp=None, ranks_per_host=4, most_stages=4)
     free = search_meshes(candidates, job_of, decide)
-    done = [one for one in free if one.proposal is not None]
     assert free[-1].mesh.tp == 4 and free[-1].reason == "5 heads cannot be divided by 4"
-    times = [one.proposal.step_ms for one in done if one.proposal]
-    assert times == sorted(times) and not any(one.reason for one in done)
-    needs = {one.mesh: one.proposal.memory_bytes for one in done if one.proposal}
+    alone = {one.mesh: decide([job_of(one.mesh)])[0] for one in free[:-1]}
+    fastest = min(alone, key=lambda mesh: alone[mesh].proposal().step_ms)
+    assert free[0].mesh == fastest and free[0].found is not None and not free[0].reason
+    assert free[0].found.proposal() == alone[fastest].proposal()
+    times = [one.step_ms for one in free[:-1] if one.step_ms is not None]
+    assert times == sorted(times)
+    for one in free[:-1]:
+        if one.step_ms is None:  # a bound says so
+            assert one.reason.startswith("at least") and one.found is not None
+            assert free[0].step_ms < one.found.least_ms * 1.001 <= alone[one.mesh].proposal().step_ms * 1.001
+    needs = {mesh: found.memory_bytes for mesh, found in alone.items()}
     limit = min(needs.values())
     short = search_meshes(candidates, lambda mesh: job_of(mesh, limit), decide)
     assert short[0].reason == "" and needs[short[0].mesh] == limit
-    assert short[1].reason == "does not fit into memory_limit" or short[1].proposal is not None
     assert {one.mesh for one in short} == {one.mesh for one in free}
+    nothing = search_meshes(candidates, lambda mesh: job_of(mesh, 1), decide)
+    assert {one.reason for one in nothing[:-2]} == {"does not fit into memory_limit"}
+    sizes = [one.found.memory_bytes for one in nothing if one.found is not None]
+    assert sizes == sorted(sizes)

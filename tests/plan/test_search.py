@@ -9,12 +9,10 @@ import pytest
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
-from fold3d.plan.layout import cut, layout_of
+from fold3d.plan.layout import Plan, cut, layout_of, simulate
 from fold3d.plan.resolve import needs_planner, resolve_auto, unplanned
 from fold3d.plan.search import recheck, search
-from fold3d.plan.space import candidates
 from fold3d.plan.space.bucket_bytes import WHOLE_CHUNK
-from fold3d.plan.trial import Order, Trials
 from tests.plan.jobs import evaluate, make_job
 
 SLOWER = {"bandwidth": 54.9e6 / 8}
@@ -49,20 +47,18 @@ def test_the_benchmarks_scenarios(name):
     choice = search(job)
     ratio = choice.step_ms / scenario_limit_ms(job)
     assert ratio <= most, choice.table
-    trials = Trials(job)
 
-    def default(segments, order, kind, bucket_bytes):
-        layout = layout_of(job, cut(job, segments), bucket_bytes)
-        modes = candidates.uniform_modes(job, layout, kind)
-        return trials.run(layout, order, modes).step_ns / 1e6
+    def default(segments, schedule, kind, bucket_bytes):
+        plan = Plan(ranges=cut(job, segments), schedule=schedule, modes=kind, bucket_bytes=bucket_bytes)
+        return simulate(job, plan)[0].step_ns / 1e6
 
-    heuristic = candidates.heuristic_segments(job, list(range(1, 17)))
     for kind in ("early", "zero1", "serial"):
-        for segments, order in [
-            (heuristic, Order("aiao")), (1, Order("1f1b")), (2, Order("interleaved")), (4, Order("interleaved"))
-        ]:  # fmt: skip
+        for segments, schedule in (
+            *((2, "aiao"), (4, "aiao"), (8, "aiao"), (1, "1f1b"), (1, "zb_h1")),
+            *((2, "interleaved"), (4, "interleaved")),
+        ):
             for bucket_bytes in (0, WHOLE_CHUNK):
-                assert choice.step_ms <= default(segments, order, kind, bucket_bytes) * 1.003
+                assert choice.step_ms <= default(segments, schedule, kind, bucket_bytes) * 1.003
 
 
 def test_the_choice_is_complete_and_the_same_every_time():
@@ -73,8 +69,8 @@ def test_the_choice_is_complete_and_the_same_every_time():
     assert len(strategy.ranges) == strategy.segments * 2 and strategy.ranges[-1][1] == 16
     layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
     for stage in range(2):
-        modes = strategy.modes_of(stage, len(layout.of_stage(stage, 2)))
-        assert len(modes) == len(layout.of_stage(stage, 2))
+        modes = strategy.modes_of(stage, layout.buckets_of(stage, 2))
+        assert len(modes) == layout.buckets_of(stage, 2)
         assert sorted(strategy.gather_order[stage]) == [n for n, mode in enumerate(modes) if mode == "early"]
     prediction = choice.prediction
     assert prediction.limit_ms <= choice.step_ms == prediction.step_ms

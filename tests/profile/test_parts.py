@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fold3d.plan.memory.layer_bytes import recomputed
 from fold3d.profile.assumed import assumed_profile
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.shard import layers_of_a_shard
@@ -79,8 +80,7 @@ def test_modules_that_recompute_keep_less_than_blocks_and_cost_less() -> None:
     recorded = trace(model, example=batch)
     again = Recompute.parse("mlp/none")
     profile = assumed_profile(model, recorded, batch, flops_per_second=1e9, recompute=again)
-    plain, inside = profile.layer(1), profile.layer(1, patterns=again.choices[0].patterns)
-    blocks = profile.layer(1, again=True)
-    assert blocks.bytes.saved < inside.bytes.saved < plain.bytes.saved
-    assert plain.backward < inside.backward < blocks.backward
-    assert profile.layer(0, patterns=("mlp",)).backward == profile.layer(0).backward
+    (inside,) = profile.inside
+    blocks = recomputed(profile.layers[1], profile.activation_bytes[0])
+    assert blocks.saved < inside.layers[1].saved < profile.layers[1].saved
+    assert 0 < inside.seconds[1] < profile.forward[1] and inside.seconds[0] == 0

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/sim/simulated_program.h"
 #include "core/sim/training_run.h"
 
 namespace fold3d::core {
@@ -41,13 +40,23 @@ bool has_copies(const Schedule& schedule, const ClusterModel& model) {
 
 }  // namespace
 
+std::int64_t step_without_dp_sync(const SimulatedProgram& program, const ClusterModel& model) {
+  model.check(program.shape);
+  return without_dp_sync(program, model, true, {});
+}
+
 TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options) {
+  model.check(schedule.shape);
+  return simulate_step(schedule, SimulatedProgram(schedule), model, options);
+}
+
+TrainingStep simulate_step(const Schedule& schedule, const SimulatedProgram& program, const ClusterModel& model,
+                           const SimulationOptions& options) {
   model.check(schedule.shape);
   if (options.max_steps < kLeastSteps) {
     throw std::invalid_argument("max_steps is " + std::to_string(options.max_steps) + "; a steady state needs " +
                                 std::to_string(kLeastSteps));
   }
-  const SimulatedProgram program(schedule);
   TrainingRun run(program, model, {}, options);
   run.run();
 

@@ -5,6 +5,7 @@
 
 #include "core/ir/schedule.h"
 #include "core/sim/cluster_model.h"
+#include "core/sim/simulated_program.h"
 
 namespace fold3d::core {
 
@@ -72,5 +73,11 @@ struct SimulationOptions {
 /// Not modelled: receives posted too late; the time of host-device copies other than those of stashes; TCP's sharing of
 /// a link (a card does one thing at a time); the ring's single steps (a collective is one flow per rank).
 TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, const SimulationOptions& options = {});
+/// The same of a program that was made of `schedule` before.
+TrainingStep simulate_step(const Schedule& schedule, const SimulatedProgram& program, const ClusterModel& model,
+                           const SimulationOptions& options);
+
+/// What a step takes where nothing is summed over the replicas. Throws as simulate_step.
+std::int64_t step_without_dp_sync(const SimulatedProgram& program, const ClusterModel& model);
 
 }  // namespace fold3d::core

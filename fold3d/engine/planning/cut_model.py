@@ -204,6 +204,7 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
         proposed = planner.plan_auto(
             *(model, recording, layout, config, constraints, world, order.device, example),
             *(order.optimizer, order.autocast, number, sharding, samples),
+            compiled=order.compile_options is not None,
         )
         if proposed is None:  # nothing can be cut
             constraints = replace(constraints, segments=1)

@@ -139,6 +139,8 @@ def plan_auto(
     number: int,
     sharding: ShardingPlan | None,
     samples: Samples = UNKNOWN,
+    *,
+    compiled: bool = False,
 ) -> tuple[Job, Proposal] | None:
     """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
@@ -147,6 +149,7 @@ def plan_auto(
         layout: what all ranks cut by.
         sharding: how weights are spread over tensor-parallel groups; None where there are none.
         samples: of `example`.
+        compiled: torch.compile makes one operator of a block, whose backward does not run in halves.
     Returns: what the planner was told and what it proposes; None where there is nothing to fold.
     Raises: ConfigError; RankError when another rank failed.
     """
@@ -172,7 +175,9 @@ def plan_auto(
             )
         return None
     one = agreed_profile(world, recording, one, every=True)
-    return propose(layout, profile, config, constraints, world, device, optimizer, samples.number, one)
+    return propose(
+        *(layout, profile, config, constraints, world, device, optimizer, samples.number, one), compiled=compiled
+    )
 
 
 def _of_one(
@@ -274,6 +279,8 @@ def propose(
     optimizer: Callable[[list[Parameter]], Optimizer] | None,
     samples: int | None = None,
     one_sample: Profile | None = None,
+    *,
+    compiled: bool = False,
 ) -> tuple[Job, Proposal]:
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
@@ -281,6 +288,7 @@ def propose(
         layout, profile, one_sample: the same on every rank.
         samples: of this rank's micro-batch; None: nobody knows.
         one_sample: what a micro-batch of one sample costs; None: micro-batches are not to be divided.
+        compiled: see `plan_auto`.
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
     topology = world.topology
@@ -304,6 +312,7 @@ def propose(
         memory_limit=limit,
         pool_limit=_pool_limit(config, world) if copied else config.pool_size,
         preempt=config.preempt,
+        may_split=topology.tp == 1 and not compiled,
         action_seconds=ACTION_SECONDS,
         bucket_seconds=BUCKET_SECONDS,
         **copies,

@@ -11,15 +11,15 @@ from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
 from fold3d.plan.job import Job
-from fold3d.plan.layout import Layout, cut, layout_of
+from fold3d.plan.layout import Plan, cut, simulate
 from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.space import offload, registry
-from fold3d.plan.strategy import Modes, Strategy
-from fold3d.plan.trial import Order, Trials
+from fold3d.plan.strategy import Strategy
 from fold3d.recompute import Recompute
 from fold3d.schedule import only_segments
+from fold3d.topology import LOOP
 
 _LESS = 0.98
 """Of the memory: what saves less is no help."""
@@ -48,17 +48,12 @@ def cheapest_changes(job: Job, strategy: Strategy, count: int = _NAMED) -> list[
         job: what the planner was told.
         strategy: what runs.
     """
-    asked, job = job, registry.with_costs(job, strategy.settings)
-    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes, Spared.of(strategy.settings))
-    order = Order(strategy.schedule, strategy.group_size)
-    now_bytes, now_ns = _cost(Trials(job), layout, order, _modes(strategy, layout))
+    asked, job, plan = job, registry.with_costs(job, strategy.settings), Plan.of(strategy)
+    now_bytes, now_ns = _cost(job, plan)
     found = []
-    for setting, other, other_layout, other_order, modes in (
-        *_others(job, strategy, layout, order),
-        *_smaller(asked, strategy, layout, order),
-    ):
+    for setting, other, its in (*_others(job, strategy, plan), *_smaller(asked, strategy, plan)):
         try:
-            size, step_ns = _cost(Trials(other), other_layout, other_order, modes)
+            size, step_ns = _cost(other, its)
         except ConfigError:  # such a schedule there is not
             continue
         if size < _LESS * now_bytes:
@@ -94,39 +89,35 @@ def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:
     Args:
         job: what the planner is told.
     """
-    job = registry.with_costs(job, strategy.settings)
-    layout = layout_of(job, strategy.ranges, strategy.bucket_bytes, Spared.of(strategy.settings))
-    trials, order, modes = Trials(job), Order(strategy.schedule, strategy.group_size), _modes(strategy, layout)
-    return trials.memory(layout, order, modes, trials.run(layout, order, modes))
+    return simulate(registry.with_costs(job, strategy.settings), Plan.of(strategy))[1]
 
 
-_Other = tuple[str, Job, Layout, Order, Modes]
+_Other = tuple[str, Job, Plan]
 
 
-def _others(job: Job, strategy: Strategy, layout: Layout, order: Order) -> Iterator[_Other]:
-    modes, spared = _modes(strategy, layout), layout.spared
+def _others(job: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
+    spared = plan.spared
     for other in _spared(job, strategy, spared):
-        yield str(other), job, layout_of(job, strategy.ranges, strategy.bucket_bytes, other), order, modes
+        yield str(other), job, replace(plan, spared=other)
     if job.host_is_elsewhere and not job.offload_optimizer:
-        host = offload.optimizer_costs(job, True)
-        its = layout_of(host, strategy.ranges, strategy.bucket_bytes, spared)
-        yield "offload_optimizer=True", host, its, order, modes
+        yield "offload_optimizer=True", offload.optimizer_costs(job, True), plan
     if job.dp > 1 and strategy.dp_sync != "zero1":
-        yield 'dp_sync="zero1"', job, layout, order, _all(layout, job.pp, "zero1")
+        yield 'dp_sync="zero1"', job, replace(plan, modes="zero1")
     if strategy.schedule != "1f1b" and len(spared.recompute.choices) == 1:
-        alone = layout_of(job, cut(job, 1), strategy.bucket_bytes, spared)
-        yield 'segments=1, schedule="1f1b"', job, alone, Order("1f1b"), _all(alone, job.pp, _way(strategy))
+        way = strategy.dp_sync if not strategy.modes else "zero1"
+        alone = replace(plan, ranges=cut(job, 1), schedule="1f1b", group_size=None, modes=way)
+        yield 'segments=1, schedule="1f1b"', replace(job, style=LOOP), alone
     if strategy.segments > 1 and only_segments(strategy.schedule) is None and strategy.schedule != "interleaved":
-        yield 'schedule="interleaved"', job, layout, Order("interleaved"), modes
+        yield 'schedule="interleaved"', job, replace(plan, schedule="interleaved", group_size=None)
 
 
-def _smaller(asked: Job, strategy: Strategy, layout: Layout, order: Order) -> Iterator[_Other]:
+def _smaller(asked: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
     """Yields smaller micro-batches.
 
     Args:
         asked: without what settings cost.
     """
-    if asked.samples == 1 or order.name.endswith(".csv"):  # which is for so many micro-batches
+    if asked.samples == 1 or plan.schedule.endswith(".csv"):  # which is for so many micro-batches
         return
     if asked.samples is None:  # whatever there is, half of it
         half = in_parts(replace(asked, samples=2), 1)
@@ -134,9 +125,7 @@ def _smaller(asked: Job, strategy: Strategy, layout: Layout, order: Order) -> It
     else:
         half = in_parts(asked, sizes_of(asked.samples)[1])
         setting = f"micro_batch_size={half.samples}"
-    half = registry.with_costs(half, strategy.settings)
-    its = layout_of(half, strategy.ranges, strategy.bucket_bytes, layout.spared)
-    yield setting, half, its, order, _modes(strategy, layout)
+    yield setting, registry.with_costs(half, strategy.settings), plan
 
 
 def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
@@ -152,21 +141,7 @@ def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
         yield replace(spared, offload=Offload("activations"))
 
 
-def _way(strategy: Strategy) -> str:
-    return strategy.dp_sync if not strategy.modes else "zero1"
-
-
-def _all(layout: Layout, pp: int, way: str) -> Modes:
-    return tuple((way,) * len(layout.of_stage(stage, pp)) for stage in range(pp))
-
-
-def _modes(strategy: Strategy, layout: Layout) -> Modes:
-    pp = strategy.pp
-    return tuple(strategy.modes_of(stage, len(layout.of_stage(stage, pp))) for stage in range(pp))
-
-
-def _cost(trials: Trials, layout: Layout, order: Order, modes: Modes) -> tuple[int, int]:
+def _cost(job: Job, plan: Plan) -> tuple[int, int]:
     """Returns the bytes of the fullest rank and the nanoseconds of a step."""
-    step = trials.run(layout, order, modes)
-    peaks = peaks_of(trials.memory(layout, order, modes, step))
-    return max(peak.bytes for peak in peaks), step.step_ns
+    step, curves = simulate(job, plan)
+    return max(peak.bytes for peak in peaks_of(curves)), step.step_ns

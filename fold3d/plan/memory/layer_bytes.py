@@ -1,9 +1,11 @@
-"""LayerBytes: what a layer's forward and backward need in memory, and how layers add up to a chunk. Arithmetic only."""
+"""LayerBytes: what a layer's forward and backward need in memory; how layers add up (csrc/core/plan/layout.h)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from fold3d import _C
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,20 +31,19 @@ class Activations:
     backward: int
 
 
+def as_tuple(layer: LayerBytes) -> tuple[int, int, int, int]:
+    """Returns the numbers as csrc/core/plan takes them."""
+    return layer.saved, layer.outputs, layer.forward, layer.backward
+
+
 def activations_of(layers: Sequence[LayerBytes], arriving: int) -> Activations:
     """Returns what consecutive layers need as one chunk.
 
     Args:
         arriving: bytes of the gradient that their backward begins with; 0 for the model's last chunk.
     """
-    before = forward = backward = 0
-    for layer in layers:
-        forward = max(forward, before + layer.forward)
-        backward = max(backward, before + layer.backward)
-        before += layer.saved
-    # What the last layer hands on is kept as the inputs of the next chunk, and counted there.
-    own = before - (layers[-1].outputs if layers and arriving else 0)
-    return Activations(saved=own, forward=forward, backward=max(own, backward - arriving))
+    saved, forward, backward = _C.activations_of([as_tuple(layer) for layer in layers], arriving)
+    return Activations(saved=saved, forward=forward, backward=backward)
 
 
 def with_head_done(layers: Sequence[LayerBytes], ends: int) -> Activations:
@@ -53,14 +54,8 @@ def with_head_done(layers: Sequence[LayerBytes], ends: int) -> Activations:
         ends: bytes of what the last block returns, and of its gradient, which is kept in the place of all that the head
             saved.
     """
-    body = activations_of(layers[:-1], ends)
-    whole = activations_of(layers, 0)
-    before_head = whole.saved - layers[-1].saved
-    return Activations(
-        saved=body.saved + ends,
-        forward=max(whole.forward, before_head + layers[-1].backward),
-        backward=body.backward + ends,
-    )
+    saved, forward, backward = _C.with_head_done([as_tuple(layer) for layer in layers], ends)
+    return Activations(saved=saved, forward=forward, backward=backward)
 
 
 def recomputed(layer: LayerBytes, handed_on: int, sums: int = 0) -> LayerBytes:
@@ -70,8 +65,8 @@ def recomputed(layer: LayerBytes, handed_on: int, sums: int = 0) -> LayerBytes:
         handed_on: bytes of the tensors that it returns: the next layer keeps them as its inputs.
         sums: of TP.sync, which are kept as well.
     """
-    backward = max(layer.backward, layer.forward) + sums
-    return replace(layer, saved=handed_on + sums, outputs=handed_on, backward=backward)
+    saved, outputs, forward, backward = _C.recomputed(as_tuple(layer), handed_on, sums)
+    return LayerBytes(saved=saved, outputs=outputs, forward=forward, backward=backward)
 
 
 def estimated(saved: int, handed_on: int) -> LayerBytes:

@@ -1,4 +1,4 @@
-"""memory_model(): what csrc/core/memory is told of a layout, and what it says of a step's memory."""
+"""What csrc/core/memory says of a step's memory: peaks; even_curves(), of made-up work."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.plan.cluster_model import Cluster, Work, cluster_model
-from fold3d.plan.job import Job
-from fold3d.plan.layout import Layout
-from fold3d.plan.strategy import Modes
-from fold3d.topology import of_stage, stage_of
+from fold3d.topology import of_stage
 
 StageMemory = _C.StageMemory
 USES: tuple[str, ...] = tuple(_C.memory_use_names())
@@ -34,65 +31,6 @@ class StagePeak:
         """Returns what takes most, the largest first."""
         parts = sorted(zip(self.uses, USES, strict=True), reverse=True)
         return ", ".join(f"{name} {text_of_bytes(size)}" for size, name in parts if size > 0.01 * self.bytes)
-
-
-def memory_model(job: Job, layout: Layout, modes: Modes) -> _C.MemoryModel:
-    """Returns the bytes of every chunk.
-
-    Args:
-        modes: per stage, the way of DP.sync of each bucket.
-    """
-    ways = [iter(modes[stage]) for stage in range(job.pp)]
-    in_buckets = job.dp > 1 or job.gradient_delay > 0
-    chunks = []
-    state_of = [0] * job.pp
-    for number, activations in enumerate(layout.activations):
-        way, buckets = ways[stage_of(number, job.pp, layout.style)], layout.buckets[number]
-        flat, trained = sum(bucket.bytes for bucket in buckets), layout.trainable_bytes[number]
-        state = job.profile.optimizer_bytes * trained / flat if flat else 0.0  # per byte of a bucket
-        optimizer = sum(round(state * b.bytes / (job.dp if next(way) == "zero1" else 1)) for b in buckets)
-        state_of[stage_of(number, job.pp, layout.style)] += optimizer
-        chunks.append(
-            _C.ChunkBytes(
-                weights=layout.parameter_bytes[number],
-                # In buckets, fp32 at least, twice if they are late; else with one replica autograd makes them, like the
-                # parameters.
-                gradients=max(flat, trained) * (1 + job.gradient_delay) if in_buckets else trained,
-                optimizer=0 if job.offload_optimizer else optimizer,
-                inputs=layout.activation_bytes[number - 1] if number else 0,
-                saved=activations.saved,
-                kept=layout.kept[number],
-                forward=activations.forward,
-                backward=activations.backward,
-            )
-        )
-    parted, head = layout.parted, None
-    if parted is not None:
-        head = _C.HeadBytes(
-            gradients=layout.head_gradient_bytes,
-            saved=parted.saved,
-            forward=parted.forward,
-            backward=parted.backward,
-        )
-    return _C.MemoryModel(
-        chunks,
-        host=state_of if job.offload_optimizer else [],
-        update=[] if job.offload_optimizer else [_workspace(job, layout, modes, stage) for stage in range(job.pp)],
-        gradients_stay=in_buckets,
-        head=head,
-    )
-
-
-def _workspace(job: Job, layout: Layout, modes: Modes, stage: int) -> int:
-    """Returns the bytes that the optimizer's step needs on the device beside its state."""
-    buckets = layout.of_stage(stage, job.pp)
-    at_once = [
-        bucket.bytes // (job.dp if mode == "zero1" else 1) for bucket, mode in zip(buckets, modes[stage], strict=True)
-    ]
-    most = sum(at_once) if job.dp == 1 else max(at_once, default=0)  # several replicas step bucket by bucket
-    if not job.profile.updates_together:
-        most = min(most, max(of_stage(layout.largest_gradient, stage, job.pp, layout.style)))
-    return round(job.profile.update_bytes * most)
 
 
 def even_curves(

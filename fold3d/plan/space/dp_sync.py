@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fold3d.config import DP_SYNC, DP_SYNC_DTYPES
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob, SoFar
+from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import MIXED, Strategy
 
 DEFAULT = "early"
 WHOLE = "float32"
-
-
-def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[str]:
-    """Returns ways for all buckets; where it is free, the search mixes early and zero1, too."""
-    return [DEFAULT] if job.dp == 1 else [DEFAULT, "zero1"]
 
 
 def _check(value: str, constraints: Constraints) -> None:
@@ -34,7 +28,6 @@ KNOB = Knob(
     name="dp_sync",
     help=f"how gradients are summed over the replicas: {', '.join(DP_SYNC)}",
     parse=str,
-    candidates=_candidates,
     check=_check,
     flag=_flag,
 )

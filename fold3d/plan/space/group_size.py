@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
 from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob, SoFar
+from fold3d.plan.space.knob import Knob
 
 SCHEDULES = frozenset(info.name for info in schedules.registry() if info.uses_group_size)
 """Names of the schedules that have a group size."""
-
-
-def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[int | None]:
-    if so_far["schedule"] not in SCHEDULES:
-        return [None]
-    if so_far["schedule"] == "kfkb":
-        return [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if k < job.micro_batches] + [job.micro_batches]
-    stride = 2 if job.micro_batches <= 8 * job.pp else 4
-    sizes = [job.pp]
-    while sizes[-1] * stride < job.micro_batches:
-        sizes.append(sizes[-1] * stride)
-    found = sorted({min(size, job.micro_batches) for size in (*sizes, job.micro_batches)})
-    # fold with N = pp is the interleaved schedule.
-    return [size for size in found if size != job.pp or constraints.schedule == "fold"]
 
 
 def _check(value: int | None, constraints: Constraints) -> None:
@@ -42,7 +25,6 @@ KNOB: Knob[int | None] = Knob(
     name="group_size",
     help="N, micro-batches that pass a segment before the next one starts (schedule fold); k of schedule kfkb",
     parse=int,
-    candidates=_candidates,
     check=_check,
     flag=lambda value, strategy: None if value is None else str(value),
 )

@@ -21,9 +21,8 @@ _FIELDS = {field.name for field in fields(Constraints)} - {"settings"}
 class Knob(Generic[T]):
     """Where its value stands, what it may be, how it is written and what the planner tries.
 
-    A knob that has a field of its name in Constraints and Strategy is part of the search's order (segments, then
-    schedules, buckets, ways of DP.sync). All others are in `settings` of both: the search tries each of their values
-    with everything else.
+    A knob that has a field of its name in Constraints and Strategy is part of what csrc/core/plan searches: what it may
+    be stands there. All others are in `settings` of both: the search tries each of their values with everything else.
     """
 
     name: str
@@ -31,8 +30,8 @@ class Knob(Generic[T]):
     """For the command line."""
     parse: Callable[[str], T]
     """Inverse of `text`. Raises: ValueError."""
-    candidates: Callable[[Job, Constraints, SoFar], Sequence[T]]
-    """Values worth a try where it is free."""
+    candidates: Callable[[Job, Constraints, SoFar], Sequence[T]] = lambda job, constraints, so_far: ()
+    """Values worth a try where it is free. Of knobs in `settings`."""
     default: T | None = None
     """Value where it is free and nothing is planned. Of knobs in `settings`."""
     text: Callable[[T], str] = str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
-from fold3d.plan.proposal import Proposal
+from fold3d.plan.search import Found
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -27,12 +27,18 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A mesh, and what the planner proposes for it."""
+    """A mesh, and what the planner says of it."""
 
     mesh: Mesh
-    proposal: Proposal | None
+    found: Found | None
     reason: str
-    """Why there is no proposal, or why it does not count; empty where it does."""
+    """Why there is no plan, or why it does not count; empty where it does."""
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted milliseconds of a step; None where nothing was found, or need not be."""
+        best = None if self.found is None else self.found.best
+        return None if best is None else best.step_ns / 1e6
 
 
 def meshes(
@@ -63,27 +69,36 @@ def meshes(
 
 
 def search_meshes(
-    candidates: Iterable[Mesh], job_of: Callable[[Mesh], Job], decide: Callable[[Job], Proposal]
+    candidates: Iterable[Mesh], job_of: Callable[[Mesh], Job], decide: Callable[[list[Job]], list[Found]]
 ) -> list[Tried]:
     """Returns what was tried, the best first: those that fit into memory, by the time of a step of the same global
-    batch; then those that do not fit, by what they need; then those that cannot be.
+    batch; then those that do not fit, by what they need; then those of which a bound says that they are slower; then
+    those that cannot be.
 
     Args:
         job_of: raises ConfigError for a mesh that the model cannot have, such as shards that do not divide its heads.
+        decide: see `search.decide_jobs`.
     """
+    possible: list[tuple[Mesh, Job]] = []
     found: list[tuple[tuple[float, ...], Tried]] = []
     for mesh in candidates:
         try:
-            job = job_of(mesh)
-            proposal = decide(job)
+            possible.append((mesh, job_of(mesh)))
         except ConfigError as error:
-            found.append(((2.0, float(mesh.tp), float(mesh.pp)), Tried(mesh, None, str(error))))
-            continue
-        if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
-            tried = Tried(mesh, proposal, "does not fit into memory_limit")
-            found.append(((1.0, float(proposal.memory_bytes), proposal.step_ms), tried))
+            found.append(((3.0, float(mesh.tp), float(mesh.pp)), Tried(mesh, None, str(error))))
+    plans = decide([job for _, job in possible]) if possible else []
+    for (mesh, _), one in zip(possible, plans, strict=True):
+        size, best = float(mesh.tp * mesh.pp), one.best
+        if best is None and one.cannot:
+            found.append(((3.0, float(mesh.tp), float(mesh.pp)), Tried(mesh, None, one.cannot)))
+        elif best is None:
+            tried = Tried(mesh, one, f"at least {one.least_ms:.1f} ms; nothing faster fits")
+            found.append(((2.0, one.least_ms, size), tried))
+        elif not one.fits:
+            tried = Tried(mesh, one, "does not fit into memory_limit")
+            found.append(((1.0, float(one.memory_bytes), best.step_ns), tried))
         else:
-            found.append(((0.0, proposal.step_ms, float(mesh.tp * mesh.pp)), Tried(mesh, proposal, "")))
+            found.append(((0.0, best.step_ns, size), Tried(mesh, one, "")))
     return [tried for _, tried in sorted(found, key=lambda pair: pair[0])]
 
 

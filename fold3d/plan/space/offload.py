@@ -40,7 +40,7 @@ KNOB: Knob[Offload] = Knob(
     "activations; activations:50%%, of half of the micro-batches",
     parse=Offload.read,
     text=_text,
-    candidates=lambda job, constraints, so_far: (Offload(),),  # more where memory is short: plan/memory/sparing.py
+    candidates=lambda job, constraints, so_far: (Offload(),),  # short of memory: csrc/core/plan/sparing.cpp
     default=Offload(),
     check=_check,
     flag=lambda value, strategy: None if value.nothing else str(value),

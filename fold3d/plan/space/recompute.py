@@ -15,7 +15,7 @@ KNOB: Knob[Recompute] = Knob(
     help="what is computed again in the backward instead of kept: none, full, blocks, blocks:2, or names of modules",
     parse=Recompute.read,
     text=_text,
-    candidates=lambda job, constraints, so_far: (Recompute(),),  # more where memory is short: plan/memory/sparing.py
+    candidates=lambda job, constraints, so_far: (Recompute(),),  # short of memory: csrc/core/plan/sparing.cpp
     default=Recompute(),
     flag=lambda value, strategy: None if value.nothing else str(value),
 )

@@ -1,0 +1,302 @@
+#include "core/plan/candidate.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "core/generators/registry.h"
+#include "core/passes/lower.h"
+
+namespace fold3d::core {
+namespace {
+
+constexpr std::array<std::string_view, 3> kWayNames = {"early", "zero1", "serial"};
+constexpr double kNs = 1e9;
+constexpr double kMostForwards = 1e7;  // of all ranks; a step of hours, and gigabytes of actions
+
+std::size_t at(int number) { return static_cast<std::size_t>(number); }
+
+std::int64_t rounded(double value) { return static_cast<std::int64_t>(std::nearbyint(value)); }
+std::int64_t ns(double seconds) { return rounded(kNs * seconds); }
+
+std::vector<std::int64_t> all_ns(const std::vector<double>& seconds) {
+  std::vector<std::int64_t> found;
+  for (const double one : seconds) found.push_back(ns(one));
+  return found;
+}
+
+/// Parts of times: rounded by themselves they could be larger.
+std::vector<std::int64_t> parts_ns(const std::vector<double>& seconds, const std::vector<std::int64_t>& whole) {
+  std::vector<std::int64_t> found = all_ns(seconds);
+  for (std::size_t k = 0; k < found.size(); ++k) found[k] = std::min(found[k], whole[k]);
+  return found;
+}
+
+/// How many bytes of an all-reduce a bucket's sum and gather take, each half of it, one with the other.
+std::int64_t sent(std::int64_t bytes, double share, Way way) {
+  return rounded(static_cast<double>(bytes) * (way == Way::kZero1 ? (1 + share) / 2 : share));
+}
+
+Schedule unchecked(const PlanJob& job, const Order& order, int segments) {
+  if (order.given) return *order.given;
+  if (static_cast<double>(job.pp) * segments * job.micro_batches > kMostForwards) {
+    throw std::invalid_argument("pp=" + std::to_string(job.pp) + " segments=" + std::to_string(segments) +
+                                " micro_batches=" + std::to_string(job.micro_batches) +
+                                ": more than 1e+07 forwards in one step; lower micro_batches");
+  }
+  return generate(order.name, {{job.pp, segments, job.micro_batches}, order.group_size, ""});
+}
+
+Schedule generated(const PlanJob& job, const Order& order, int segments) {
+  Schedule made = unchecked(job, order, segments);
+  if (job.pp > 1 && made.shape.style != job.style) {
+    throw std::invalid_argument("schedule='" + order.name + "' has its chunks on the stages of style " +
+                                to_string(made.shape.style) + ", and the model's are on those of style " +
+                                to_string(job.style) + ": name the schedule from the beginning");
+  }
+  return made;
+}
+
+/// Bytes that the optimizer's step needs on the device beside its state.
+std::int64_t workspace(const PlanJob& job, const Layout& layout, const Modes& modes, int stage) {
+  std::int64_t all = 0, most = 0, largest = 0;
+  std::size_t number = 0;
+  const Shape shape = job.shape(layout.chunks());
+  for (int segment = 0; segment < shape.segments; ++segment) {
+    const int chunk = shape.chunk_of(segment, stage);
+    largest = std::max(largest, layout.largest_gradient[at(chunk)]);
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
+      const std::int64_t share = modes[at(stage)][number++] == Way::kZero1 ? bucket.bytes / job.dp : bucket.bytes;
+      all += share;
+      most = std::max(most, share);
+    }
+  }
+  if (job.dp == 1) most = all;  // several replicas step bucket by bucket
+  if (!job.updates_together) most = std::min(most, largest);
+  return rounded(job.update_bytes * static_cast<double>(most));
+}
+
+}  // namespace
+
+Way parse_way(std::string_view text) {
+  for (std::size_t k = 0; k < kWayNames.size(); ++k) {
+    if (kWayNames[k] == text) return static_cast<Way>(k);
+  }
+  throw std::invalid_argument("dp_sync is '" + std::string(text) + "'; it must be early, zero1 or serial");
+}
+
+std::string_view to_string(Way way) { return kWayNames.at(static_cast<std::size_t>(way)); }
+
+SyncKind kind_of(const Modes& modes) {
+  std::array<bool, 3> seen = {};
+  for (const auto& stage : modes) {
+    for (const Way way : stage) seen.at(static_cast<std::size_t>(way)) = true;
+  }
+  if (seen[0] + seen[1] + seen[2] > 1) return SyncKind::kMixed;
+  return seen[1] ? SyncKind::kZero1 : seen[2] ? SyncKind::kSerial : SyncKind::kEarly;
+}
+
+std::int64_t Candidate::memory() const {
+  std::int64_t most = 0;
+  for (const StagePeak& peak : peaks) most = std::max(most, peak.bytes);
+  return most;
+}
+
+Modes uniform_modes(const PlanJob& job, const Layout& layout, Way way) {
+  Modes modes;
+  for (int stage = 0; stage < job.pp; ++stage) modes.emplace_back(at(layout.buckets_of(stage, job.pp)), way);
+  return modes;
+}
+
+ClusterModel cluster_model(const PlanJob& job, const Layout& layout, const Modes& modes) {
+  const SyncKind kind = kind_of(modes);
+  ClusterModel model;
+  model.dp = job.dp;
+  model.hosts = job.hosts;
+  model.bandwidth = job.bandwidth;
+  const auto message = static_cast<double>(layout.largest_message());
+  const double more = message * (1 / job.pp_bandwidth - 1 / job.bandwidth);
+  model.latency_ns = ns(job.pp_latency + std::max(0.0, more));
+  model.hop_latency_ns = ns(job.hop_latency);
+  model.slice_bytes = job.slice_bytes;
+  model.preempt = job.preempt;
+  model.gradient_delay = job.gradient_delay;
+  model.action_ns = ns(job.action_seconds);
+  model.bucket_ns = ns(job.bucket_seconds);
+  model.forward_ns = all_ns(layout.forward);
+  model.backward_ns = all_ns(layout.backward);
+  model.head_ns = std::min(ns(layout.head), model.backward_ns.back());
+  if (!job.exposed_forward.empty()) model.forward_tp_ns = parts_ns(layout.forward_tp, model.forward_ns);
+  if (!job.exposed_backward.empty()) model.backward_tp_ns = parts_ns(layout.backward_tp, model.backward_ns);
+  model.activation_bytes = layout.activation_bytes;
+  model.update_ns = all_ns(layout.update);
+  model.stash_bytes = layout.stash_bytes;
+  model.copy_bandwidth = job.copy_bandwidth;
+  model.copies_share = true;
+  model.dp_sync = kind == SyncKind::kZero1    ? DpSync::kZero1
+                  : kind == SyncKind::kSerial ? DpSync::kSerial
+                                              : DpSync::kEarly;
+  const Shape shape = job.shape(layout.chunks());
+  std::vector<std::size_t> number(at(job.pp), 0);
+  for (int chunk = 0; chunk < layout.chunks(); ++chunk) {
+    auto& buckets = model.buckets.emplace_back();
+    const auto stage = at(shape.stage_of(chunk));
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
+      const Way way = modes.at(stage).at(number[stage]++);
+      buckets.push_back(
+          {ns(bucket.forward), ns(bucket.backward), sent(bucket.bytes, job.gradient_share, way), way == Way::kZero1});
+    }
+  }
+  return model;
+}
+
+MemoryModel memory_model(const PlanJob& job, const Layout& layout, const Modes& modes) {
+  MemoryModel model;
+  const Shape shape = job.shape(layout.chunks());
+  const bool in_buckets = job.dp > 1 || job.gradient_delay > 0;
+  std::vector<std::size_t> bucket_of(at(job.pp), 0);
+  std::vector<std::int64_t> state_of(at(job.pp), 0);
+  for (int chunk = 0; chunk < layout.chunks(); ++chunk) {
+    const auto stage = at(shape.stage_of(chunk));
+    std::int64_t flat = 0, optimizer = 0;
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) flat += bucket.bytes;
+    const std::int64_t trained = layout.trainable_bytes[at(chunk)];
+    // Per byte of a bucket.
+    const double state = flat > 0 ? job.optimizer_bytes * static_cast<double>(trained) / static_cast<double>(flat) : 0;
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
+      const bool shared = modes.at(stage).at(bucket_of[stage]++) == Way::kZero1;
+      optimizer += rounded(state * static_cast<double>(bucket.bytes) / (shared ? job.dp : 1));
+    }
+    state_of[stage] += optimizer;
+    const Activations& needs = layout.activations[at(chunk)];
+    model.chunks.push_back({
+        .weights = layout.parameter_bytes[at(chunk)],
+        // In buckets, fp32 at least, twice if they are late; else with one replica autograd makes them, like the
+        // parameters.
+        .gradients = in_buckets ? std::max(flat, trained) * (1 + job.gradient_delay) : trained,
+        .optimizer = job.offload_optimizer ? 0 : optimizer,
+        .inputs = chunk > 0 ? layout.activation_bytes[at(chunk - 1)] : 0,
+        .saved = needs.saved,
+        .kept = layout.kept[at(chunk)],
+        .forward = needs.forward,
+        .backward = needs.backward,
+    });
+  }
+  if (job.offload_optimizer) {
+    model.host = state_of;
+  } else {
+    for (int stage = 0; stage < job.pp; ++stage) model.update.push_back(workspace(job, layout, modes, stage));
+  }
+  model.gradients_stay = in_buckets;
+  if (layout.parts_head) {
+    model.head =
+        HeadBytes{layout.head_gradient_bytes, layout.parted.saved, layout.parted.forward, layout.parted.backward};
+  }
+  return model;
+}
+
+Programs::Programs(const PlanJob& job, Order order, int segments)
+    : order_(std::move(order)), made_(generated(job, order_, segments)) {}
+
+const Programs::Program& Programs::of(const Spared& spared) {
+  const int chunks = made_.shape.num_chunks();
+  const std::vector<bool> again = spared.without_graph(chunks), moves = spared.offloaded(chunks);
+  const bool lowered = std::find(again.begin(), again.end(), true) != again.end() || !moves.empty();
+  const int percent = moves.empty() ? 100 : spared.percent;
+  auto& entry = programs_[{again, {moves, percent}}];
+  if (entry) return *entry;
+  Schedule schedule = made_;
+  if (lowered) {
+    schedule =
+        lower(made_, {.recompute = again, .offload = moves, .offload_share = percent / 100.0, .lazy = !moves.empty()});
+  }
+  SimulatedProgram simulated(schedule);
+  entry = std::make_unique<Program>(Program{std::move(schedule), std::move(simulated)});
+  return *entry;
+}
+
+Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Modes& modes, const Options& options) {
+  const Program& program = of(layout.spared);
+  ClusterModel model = cluster_model(job, layout, modes);
+  if (model.dp_sync == DpSync::kEarly) {
+    if (options.gather_order != nullptr) {
+      model.gather_order = *options.gather_order;
+    } else {
+      model.early_gathers = options.early_gathers;
+    }
+  }
+  Run made;
+  made.step = simulate_step(program.schedule, program.simulated, model, {8, options.breakdown, options.memory});
+  if (options.memory) {
+    const Shape& shape = program.schedule.shape;
+    made.memory = memory_curves(program.schedule, memory_model(job, layout, modes), compute_times(made.step, shape),
+                                copy_times(made.step, shape));
+  }
+  return made;
+}
+
+Candidate Programs::tried(const PlanJob& job, std::shared_ptr<const Layout> layout, const Modes& modes,
+                          int early_gathers, bool memory) {
+  Run made = run(job, *layout, modes, {.early_gathers = early_gathers, .memory = memory});
+  return {std::move(layout),
+          order_,
+          modes,
+          early_gathers,
+          made.step.step_ns,
+          peaks_of(made.memory),
+          std::move(made.step.gather_order)};
+}
+
+std::int64_t Programs::without_dp_sync(const PlanJob& job, const Layout& layout) {
+  return step_without_dp_sync(of(layout.spared).simulated,
+                              cluster_model(job, layout, uniform_modes(job, layout, Way::kEarly)));
+}
+
+std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves) {
+  std::vector<StagePeak> peaks;
+  for (const StageMemory& curve : curves) {
+    peaks.push_back({curve.peak.device(), curve.peak.uses, curve.most_pool, curve.host});
+  }
+  return peaks;
+}
+
+std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits) {
+  const Shape shape = job.shape(layout.chunks());
+  double most = 0, before = 0;
+  const std::vector<bool> again = layout.spared.without_graph(layout.chunks());
+  for (int stage = 0; stage < job.pp; ++stage) {
+    double own = 0, update = 0;
+    for (int segment = 0; segment < shape.segments; ++segment) {
+      const int chunk = shape.chunk_of(segment, stage);
+      own += layout.forward[at(chunk)] + layout.backward[at(chunk)] + 2 * job.action_seconds;
+      // The last chunk's backward may follow its forward at once: then nothing runs again.
+      if (again[at(chunk)] && chunk + 1 < layout.chunks()) {
+        own += layout.forward[at(chunk)] - layout.forward_tp[at(chunk)] + job.action_seconds;
+      }
+      update += layout.update[at(chunk)] / job.dp;  // zero1
+    }
+    most = std::max(most, before + job.micro_batches * own + update);
+    before += layout.forward[at(stage)] + job.action_seconds;
+    if (!splits) before += layout.backward[at(stage)] + job.action_seconds;
+  }
+  return std::max(ns(most), least_dp_sync_ns(job, layout));
+}
+
+std::int64_t least_dp_sync_ns(const PlanJob& job, const Layout& layout) {
+  if (job.dp == 1 || !job.hosts.empty()) return 0;  // what stays inside of a host costs no card anything
+  const Shape shape = job.shape(layout.chunks());
+  std::int64_t most = 0;
+  for (int stage = 0; stage < job.pp; ++stage) {
+    std::int64_t bytes = 0;
+    for (int segment = 0; segment < shape.segments; ++segment) {
+      for (const BucketCost& bucket : layout.buckets[at(shape.chunk_of(segment, stage))])
+        bytes += sent(bucket.bytes, job.gradient_share, Way::kEarly);
+    }
+    most = std::max(most, bytes);
+  }
+  return ns(2 * static_cast<double>(most) * (job.dp - 1) / job.dp / job.bandwidth);
+}
+
+}  // namespace fold3d::core

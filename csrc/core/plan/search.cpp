@@ -1,0 +1,305 @@
+#include "core/plan/search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+
+namespace fold3d::core {
+namespace {
+
+constexpr std::size_t kRound = 8;        // groups looked at before the best is asked for again
+constexpr std::size_t kCloseRound = 4;   // likewise, closely
+constexpr double kEqual = 1.001;         // steps within this factor are equal
+constexpr double kPromising = 1.08;      // of the fastest: worth a closer look
+constexpr std::size_t kMostClose = 48;   // groups of a job that get one
+constexpr std::size_t kMostSpared = 32;  // groups of a job that are made to fit as well as can be
+
+std::size_t at(int number) { return static_cast<std::size_t>(number); }
+
+std::int64_t scaled(std::int64_t ns, double factor) {
+  return ns == kNever ? kNever : static_cast<std::int64_t>(static_cast<double>(ns) * factor);
+}
+
+struct Entry {
+  std::size_t job;
+  std::unique_ptr<Group> group;
+};
+
+class Search {
+ public:
+  Search(const std::vector<PlanJob>& jobs, const PlanSpace& space, const SearchOptions& options)
+      : jobs_(jobs), space_(space), options_(options), best_(jobs.size(), kNever), refused_(jobs.size()) {
+    for (const PlanJob& job : jobs) job.check();
+  }
+
+  std::vector<PlanFound> run() {
+    make_groups();
+    look();
+    spare();
+    look_closely();
+    std::vector<PlanFound> found;
+    for (std::size_t job = 0; job < jobs_.size(); ++job) found.push_back(of_job(job));
+    return found;
+  }
+
+ private:
+  void make_groups() {
+    struct Wanted {
+      std::size_t job;
+      int segments;
+      Order order;
+    };
+    std::vector<Wanted> wanted;
+    for (std::size_t job = 0; job < jobs_.size(); ++job) {
+      for (const int segments : segments_to_try(jobs_[job], space_)) {
+        for (Order& order : orders_to_try(jobs_[job], space_, segments)) wanted.push_back({job, segments, order});
+      }
+    }
+    entries_.resize(wanted.size());
+    std::vector<std::string> errors(wanted.size());
+    options_.each(wanted.size(), [&](std::size_t k) {
+      const Wanted& one = wanted[k];
+      entries_[k].job = one.job;
+      try {
+        entries_[k].group = std::make_unique<Group>(jobs_[one.job], space_, one.segments, one.order);
+      } catch (const std::invalid_argument& error) {
+        errors[k] = error.what();
+      }
+    });
+    for (std::size_t k = 0; k < wanted.size(); ++k) {
+      if (!entries_[k].group) refuse(wanted[k].job, errors[k]);
+    }
+    entries_.erase(std::remove_if(entries_.begin(), entries_.end(), [](const Entry& one) { return !one.group; }),
+                   entries_.end());
+    std::stable_sort(entries_.begin(), entries_.end(),
+                     [](const Entry& a, const Entry& b) { return a.group->likely_ns() < b.group->likely_ns(); });
+    state_.of = static_cast<std::int64_t>(entries_.size());
+  }
+
+  void refuse(std::size_t job, const std::string& why) {
+    if (refused_[job].empty()) refused_[job] = why;
+  }
+
+  std::int64_t best_of(std::size_t job) const {
+    if (options_.independent) return best_[job];
+    return std::min(options_.beat_ns, *std::min_element(best_.begin(), best_.end()));
+  }
+  std::int64_t cutoff(std::size_t job) const { return scaled(best_of(job), 1 / kWorthLooking); }
+
+  /// Runs `body` on the groups, so many at a time; what it may assume of the best is that of before the round.
+  template <class Body>
+  void in_rounds(const std::string& doing, const std::vector<Entry*>& chosen, std::size_t round, Body body) {
+    state_.doing = doing;
+    for (std::size_t first = 0; first < chosen.size(); first += round) {
+      const std::size_t count = std::min(round, chosen.size() - first);
+      std::vector<std::int64_t> cutoffs;
+      for (std::size_t k = 0; k < count; ++k) cutoffs.push_back(cutoff(chosen[first + k]->job));
+      options_.each(count, [&](std::size_t k) { body(*chosen[first + k], cutoffs[k]); });
+      for (std::size_t k = 0; k < count; ++k) note(*chosen[first + k]);
+      if (options_.progress) options_.progress(state_);
+    }
+  }
+
+  void note(const Entry& entry) {
+    if (!entry.group->refused().empty()) refuse(entry.job, entry.group->refused());
+    const Candidate* fastest = entry.group->fastest();
+    state_.simulated = 0;
+    for (const Entry& one : entries_) state_.simulated += static_cast<std::int64_t>(one.group->candidates().size());
+    if (fastest == nullptr) return;
+    best_[entry.job] = std::min(best_[entry.job], fastest->step_ns);
+    if (state_.job >= 0 && fastest->step_ns >= state_.best_ns) return;
+    state_.job = static_cast<int>(entry.job);
+    state_.best_ns = fastest->step_ns;
+    state_.best = row(entry, *fastest);
+  }
+
+  RunnerUp row(const Entry& entry, const Candidate& candidate) const {
+    const Order& order = entry.group->order();
+    return {entry.group->segments(),      order.name,       order.group_size, kind_of(candidate.modes),
+            entry.group->fits(candidate), candidate.step_ns};
+  }
+
+  std::vector<Entry*> all() {
+    std::vector<Entry*> found;
+    for (Entry& entry : entries_) found.push_back(&entry);
+    return found;
+  }
+
+  void look() {
+    in_rounds("looking", all(), kRound, [](Entry& entry, std::int64_t cutoff_ns) {
+      if (entry.group->least_ns() >= cutoff_ns) return;
+      entry.group->look(cutoff_ns);
+      // What can be reached at all bounds what else is looked at.
+      const bool fits = entry.group->fastest() != nullptr;
+      if (!fits && entry.group->job().memory_limit) entry.group->spare_most(cutoff_ns);
+    });
+    state_.looked_at = state_.of;
+  }
+
+  /// The groups of each job with the smallest key, at most so many of each; kNever: not at all.
+  template <class Key>
+  std::vector<Entry*> smallest(std::size_t most, Key key) {
+    std::vector<std::pair<std::int64_t, Entry*>> keyed;
+    for (Entry& entry : entries_) {
+      const std::int64_t mine = entry.group->candidates().empty() ? kNever : key(entry);
+      if (mine != kNever) keyed.emplace_back(mine, &entry);
+    }
+    std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::vector<std::size_t> taken(jobs_.size(), 0);
+    std::vector<Entry*> found;
+    for (const auto& [value, entry] : keyed) {
+      if (taken[entry->job]++ < most) found.push_back(entry);
+    }
+    return found;
+  }
+
+  void spare() {
+    const auto has_limit = [](const Entry& entry) { return entry.group->job().memory_limit.has_value(); };
+    const auto least = [](const Entry& entry) {
+      std::int64_t found = kNever;
+      for (const auto& one : entry.group->candidates()) found = std::min(found, one->step_ns);
+      return found;
+    };
+    const auto open = [&](const Entry& entry) {
+      return has_limit(entry) && scaled(least(entry), kWorthLooking) < best_of(entry.job) ? least(entry) : kNever;
+    };
+    in_rounds("making fit", smallest(entries_.size(), open), kRound,
+              [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare_most(cutoff_ns); });
+    const auto promising = [&](const Entry& entry) {
+      if (open(entry) == kNever) return kNever;
+      const Candidate* fits = entry.group->fastest();
+      // What does not fit with all computed again may with copies.
+      return fits == nullptr ? scaled(least(entry), 1.5) : fits->step_ns;
+    };
+    in_rounds("making fit", smallest(kMostSpared, promising), kCloseRound,
+              [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns); });
+  }
+
+  void look_closely() {
+    const auto promising = [&](const Entry& entry) {
+      const Candidate* fastest = entry.group->fastest();
+      if (fastest == nullptr || fastest->step_ns > scaled(best_of(entry.job), kPromising)) return kNever;
+      return fastest->step_ns;
+    };
+    in_rounds("looking closely", smallest(kMostClose, promising), kCloseRound,
+              [this](Entry& entry, std::int64_t cutoff_ns) {
+                const Spared like = entry.group->fastest()->layout->spared;
+                entry.group->look_closely(cutoff_ns, like);
+                if (like != space_.sparing.fixed) entry.group->look_closely(cutoff_ns, space_.sparing.fixed);
+              });
+  }
+
+  PlanFound of_job(std::size_t job) {
+    PlanFound found;
+    found.refused = refused_[job];
+    found.least_ns = kNever;
+    struct Place {
+      const Entry* entry;
+      const Candidate* candidate;
+    };
+    std::vector<Place> places, best_of_groups;
+    for (const Entry& entry : entries_) {
+      if (entry.job != job) continue;
+      found.least_ns = std::min(found.least_ns, entry.group->least_ns());
+      const Place* best = nullptr;
+      const std::size_t first = places.size();
+      for (const auto& one : entry.group->candidates()) places.push_back({&entry, one.get()});
+      for (std::size_t k = first; k < places.size(); ++k) {
+        if (best == nullptr || rank(places[k]) < rank(*best)) best = &places[k];
+      }
+      if (best != nullptr) best_of_groups.push_back(*best);
+    }
+    if (places.empty()) return found;
+    const Place* chosen = &places.front();
+    for (const Place& place : places) {
+      if (rank(place) < rank(*chosen)) chosen = &place;
+    }
+    found.fits = chosen->entry->group->fits(*chosen->candidate);
+    if (found.fits) {
+      // Gathers that may begin at any time depend least on what was measured being right.
+      const std::int64_t most = scaled(chosen->candidate->step_ns, kEqual);
+      const auto better = [this](const Place& a, const Place& b) { return plain(a) < plain(b); };
+      const Place* plainest = chosen;
+      for (const Place& place : places) {
+        if (place.candidate->step_ns > most || !place.entry->group->fits(*place.candidate)) continue;
+        if (better(place, *plainest)) plainest = &place;
+      }
+      chosen = plainest;
+    }
+    // Where another job's plan is faster than all that this one could do, nobody has made it fit.
+    if (!found.fits && best_of(job) != kNever) return found;
+    found.best = *chosen->candidate;
+    std::stable_sort(best_of_groups.begin(), best_of_groups.end(),
+                     [this](const Place& a, const Place& b) { return rank(a) < rank(b); });
+    for (const Place& place : best_of_groups) {
+      if (place.entry != chosen->entry) found.runners_up.push_back(row(*place.entry, *place.candidate));
+    }
+    return found;
+  }
+
+  /// What is better comes first: fits, fast; if nothing fits, the least memory.
+  template <class Place>
+  std::tuple<int, std::int64_t, std::int64_t> rank(const Place& place) const {
+    const Candidate& one = *place.candidate;
+    if (place.entry->group->fits(one)) return {0, one.step_ns, 0};
+    return {1, one.memory(), one.step_ns};
+  }
+
+  template <class Place>
+  std::tuple<bool, bool, int, SyncKind, std::int64_t, int> plain(const Place& place) const {
+    const Candidate& one = *place.candidate;
+    return {!one.layout->spared.nothing(),
+            place.entry->group->splits(),
+            place.entry->group->segments(),
+            kind_of(one.modes),
+            one.step_ns,
+            one.layout->spared.percent};
+  }
+
+  const std::vector<PlanJob>& jobs_;
+  const PlanSpace& space_;
+  const SearchOptions& options_;
+  std::vector<Entry> entries_;
+  std::vector<std::int64_t> best_;  // by job: a step of the fastest that fits
+  std::vector<std::string> refused_;
+  PlanProgress state_;
+};
+
+}  // namespace
+
+void one_by_one(std::size_t n, const std::function<void(std::size_t)>& body) {
+  for (std::size_t k = 0; k < n; ++k) body(k);
+}
+
+std::vector<PlanFound> search_plans(const std::vector<PlanJob>& jobs, const PlanSpace& space,
+                                    const SearchOptions& options) {
+  return Search(jobs, space, options).run();
+}
+
+Candidate heuristic_plan(const PlanJob& job, const PlanSpace& space) {
+  const auto sum = [](const auto& values) {
+    return static_cast<double>(
+        std::accumulate(values.begin(), values.end(), typename std::decay_t<decltype(values)>::value_type{}));
+  };
+  const double compute = (sum(job.forward) + sum(job.backward)) / job.pp * job.micro_batches;
+  const double dp_sync = 2.0 * (job.dp - 1) / job.dp * (sum(job.gradient_bytes) / job.pp) / job.bandwidth;
+  const auto largest = static_cast<double>(*std::max_element(job.activation_bytes.begin(), job.activation_bytes.end()));
+  const double message = largest / job.pp_bandwidth + job.pp_latency;
+  const std::vector<int> counts = segments_to_try(job, space);
+  int segments = counts.front();
+  for (const int count : counts) {
+    const double pp_sync = job.pp > 1 ? (2 * count - 1) * job.micro_batches * message : 0.0;
+    if (dp_sync + pp_sync > compute) break;
+    segments = count;
+  }
+  const Ranges ranges = space.ranges ? *space.ranges : cut(job, segments);
+  auto layout = std::make_shared<Layout>(layouts_of(job, ranges, space.bucket_bytes, space.sparing.fixed).back());
+  const Modes modes = space.modes ? *space.modes : uniform_modes(job, *layout, space.ways.front());
+  Programs programs(job, orders_to_try(job, space, segments).front(), segments);
+  return programs.tried(job, std::move(layout), modes, -1, job.memory_limit || job.pool_limit);
+}
+
+}  // namespace fold3d::core

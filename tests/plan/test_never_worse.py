@@ -1,0 +1,192 @@
+"""The search against the simulator's own word: never worse than what is pinned, nor than what trying everything finds.
+
+Both are statements about one simulator and one memory model: whether these are right is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from fold3d import schedule as schedules
+from fold3d.errors import ConfigError
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.job import Job
+from fold3d.plan.layout import Plan, cut, simulate
+from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.memory.spared import Spared
+from fold3d.plan.search import search
+from fold3d.recompute import Recompute
+from tests.plan.jobs import make_job
+
+EQUAL = 1.003
+"""What the search takes for equal."""
+
+
+def random_job(numbers: random.Random) -> Job:
+    """A job of any shape: what is slow, and what is short, is chosen anew each time."""
+    pp = numbers.choice((1, 2, 3, 4, 8))
+    layers = numbers.choice((2, 3, 4, 6, 8))
+    micro_batches = numbers.choice((1, 2, 4, 6, 8, 12, 16, 24))
+    job = make_job(
+        dp=numbers.choice((1, 2, 4)),
+        pp=pp,
+        layers=layers,
+        micro_batches=micro_batches,
+        forward=0.3 * 10 ** numbers.uniform(-1, 1),
+        backward=0.6 * 10 ** numbers.uniform(-1, 1),
+        gradient_bytes=int(10 ** numbers.uniform(5, 8)),
+        activation_bytes=int(10 ** numbers.uniform(3, 6.5)),
+        bandwidth=10 ** numbers.uniform(6.5, 9.5),
+        pool_is_elsewhere=numbers.random() < 0.5,
+        copy_bandwidth=10 ** numbers.uniform(8, 10.5),
+        may_split=numbers.random() < 0.8,
+    )
+    profile, count = job.profile, len(job.profile.layers) - 2
+    spread = [numbers.uniform(0.7, 1.3) for _ in range(count)] if numbers.random() < 0.5 else [1.0] * count
+    sent = profile.activation_bytes[0]
+    kept = [int(sent * share * numbers.choice((2, 8, 30))) for share in spread]
+    nothing = LayerBytes(saved=0, outputs=0, forward=0, backward=0)
+    return replace(
+        job,
+        profile=replace(
+            profile,
+            forward=(0.0, *(time * share for time, share in zip(profile.forward[1:-1], spread, strict=True)), 0.0),
+            backward=(0.0, *(time * share for time, share in zip(profile.backward[1:-1], spread, strict=True)), 0.0),
+            layers=(nothing, *(LayerBytes(saved=k, outputs=sent, forward=k, backward=k) for k in kept), nothing),
+        ),
+    )
+
+
+def random_constraints(numbers: random.Random, job: Job) -> Constraints:
+    """Between one and all of the knobs pinned, each to a value that the search may take by itself."""
+    most = min(8, len(job.trace.blocks) // job.pp)
+    segments = numbers.randint(1, most)
+    name = numbers.choice(("1f1b", "gpipe", "zb_h1") if segments == 1 else ("aiao", "interleaved"))
+    if name == "zb_h1" and not job.may_split:
+        name = "1f1b"
+    settings: dict[str, str] = {}
+    if job.memory_limit is not None:
+        settings = {
+            "recompute": numbers.choice(("none", "full", "blocks", "blocks:2")),
+            "offload": numbers.choice(("none", "activations") if job.pool_is_elsewhere else ("none",)),
+        }
+    fields: dict[str, Any] = {
+        "segments": segments,
+        "schedule": name,
+        "dp_sync": numbers.choice(("early", "zero1")) if job.dp > 1 else "early",
+        "bucket_bytes": numbers.choice((0, 1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 50)),
+    }
+    kept = [key for key in fields if numbers.random() < 0.5]
+    if "schedule" in kept and "segments" not in kept:
+        kept.append("segments")
+    pinned = tuple((key, text) for key, text in settings.items() if numbers.random() < 0.5)
+    return Constraints(**{key: fields[key] for key in kept}, settings=pinned)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 200))])
+def test_freedom_never_hurts(seed: int) -> None:
+    numbers = random.Random(seed)
+    job = random_job(numbers)
+    if numbers.random() < 0.6:
+        needs = search(job, Constraints(segments=1, schedule="1f1b", dp_sync="early")).memory_bytes
+        job = replace(job, memory_limit=int(needs * numbers.uniform(0.4, 1.1)))
+    constraints = random_constraints(numbers, job)
+    free = search(job)
+    try:
+        pinned = search(job, constraints)
+    except ConfigError:  # what is pinned has no effect, or none fits it
+        return
+    if job.memory_limit is not None and pinned.memory_bytes > job.memory_limit:
+        return
+    assert job.memory_limit is None or free.memory_bytes <= job.memory_limit, f"{constraints} fits: {free.table}"
+    assert free.step_ms <= pinned.step_ms * EQUAL, f"{constraints}: {pinned.table}\n{free.table}"
+
+
+def every_plan(job: Job) -> list[Plan]:
+    """All plans of a small job without copies: each number of segments, schedule, N, way and size of buckets, and for
+    memory each chunk computed again or not."""
+    plans = []
+    for segments in range(1, len(job.trace.blocks) // job.pp + 1):
+        cuts = {cut(job, segments), cut(job, segments, first=0.5), cut(job, segments, last=0.5)}
+        for info in schedules.registry():
+            if not info.allows(segments) or info.uses_segments != (segments > 1) or info.style != job.style:
+                continue
+            sizes = [None, *range(1, job.micro_batches + 1)] if info.uses_group_size else [None]
+            for ranges, size, bytes_ in product(cuts, sizes, (0, 1 << 20, 1 << 50) if job.dp > 1 else (0,)):
+                for way in ("early", "zero1") if job.dp > 1 else ("early",):
+                    plans.append(
+                        Plan(ranges=ranges, schedule=info.name, group_size=size, modes=way, bucket_bytes=bytes_)
+                    )
+    if job.memory_limit is None:
+        return plans
+    spared = []
+    for plan in plans:
+        texts = {"none", "blocks", "full", "blocks:2"}
+        chunks = len(plan.ranges)
+        if 1 < chunks <= 4:
+            texts |= {"/".join(words) for words in product(("none", "full"), repeat=chunks)}
+        spared += [replace(plan, spared=Spared(Recompute.read(text))) for text in sorted(texts)]
+    return spared
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 50))])
+def test_nothing_is_better_than_what_is_found(seed: int) -> None:
+    """Eight layers, up to four stages and eight micro-batches, each plan of them simulated."""
+    numbers = random.Random(1000 + seed)
+    pp = numbers.choice((1, 2, 4))
+    job = make_job(
+        dp=numbers.choice((1, 2)),
+        pp=pp,
+        layers=8 // pp,
+        micro_batches=numbers.choice((2, 4, 8)),
+        gradient_bytes=int(10 ** numbers.uniform(5.5, 7.5)),
+        activation_bytes=int(10 ** numbers.uniform(3, 6)),
+        bandwidth=10 ** numbers.uniform(7, 9),
+    )
+    count = len(job.profile.layers) - 2
+    sent = job.profile.activation_bytes[0]
+    layer = LayerBytes(saved=10 * sent, outputs=sent, forward=10 * sent, backward=10 * sent)
+    nothing = LayerBytes(saved=0, outputs=0, forward=0, backward=0)
+    job = replace(job, profile=replace(job.profile, layers=(nothing, *(layer,) * count, nothing)))
+    if seed % 2:
+        needs = search(job, Constraints(segments=1, schedule="1f1b", dp_sync="early")).memory_bytes
+        job = replace(job, memory_limit=int(needs * numbers.uniform(0.6, 0.95)))
+    best = None
+    for plan in every_plan(job):
+        step, curves = simulate(job, plan)
+        fits = job.memory_limit is None or max(curve.peak.device for curve in curves) <= job.memory_limit
+        if fits and (best is None or step.step_ns < best):
+            best = step.step_ns
+    found = search(job)
+    if best is None:
+        return
+    assert job.memory_limit is None or found.memory_bytes <= job.memory_limit
+    assert found.step_ms <= 1.01 * best / 1e6, found.table
+
+
+def test_the_answer_does_not_depend_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = random_job(random.Random(7))
+    found = []
+    for cores in (1, 2, 5):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found.append(search(job))
+    assert found[0] == found[1] == found[2]
+
+
+def test_progress_is_told_and_may_end_the_search() -> None:
+    job = make_job(layers=8, micro_batches=8)
+    seen = []
+    found = search(job, progress=lambda number, state: seen.append((number, state.simulated, state.best_ns)))
+    assert [simulated for _, simulated, _ in seen] == sorted(simulated for _, simulated, _ in seen)
+    assert seen[-1][0] == 0 and found.step_ms <= 1.003 * seen[-1][2] / 1e6
+
+    def enough(number: int, state: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(job, progress=enough)
