@@ -17,7 +17,9 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 FULL := cpp one-process parity dist trainer rooms
 PARITY := $(wildcard tests/dist/test_parity*.py)
-PYTEST = $(PY) -m pytest -q --numprocesses 2 --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
+# One more than there are cores: tests of several processes mostly wait.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST = $(PY) -m pytest -q --numprocesses $(WORKERS) --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
 # $(call timed,WHAT,COMMAND) runs the command and says how long it took.
 timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - start)) s"; exit $$status
 
@@ -49,7 +51,7 @@ test-cpp: .venv/.system
 asan-binary: .venv/.system
 	@$(MAKE) --no-print-directory -C tests/cpp asan-binary
 
-# Lint, types and layering are among them. Two at a time: tests of several processes mostly wait.
+# Lint, types and layering are among them.
 test-python: .venv/.extension
 	$(call timed,Python tests,$(PYTEST) tests -m "not full")
 

@@ -142,7 +142,7 @@ def assert_is(ours: Result, wanted: Result, *, weights: float = 1e-12, norms: fl
         )
 
 
-@pytest.mark.gate(cases=4)
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize(("layout", "family"), PAIRS)
 def test_twenty_steps_are_the_recursion(ranks: RankPool, layout: str, family: str) -> None:
     case = replace(LAYOUTS[layout], family=family)
