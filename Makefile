@@ -17,8 +17,8 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 FULL := cpp one-process parity dist trainer rooms
 PARITY := $(wildcard tests/dist/test_parity*.py)
-# One more than there are cores: tests of several processes mostly wait.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# One more than the two cores that this is meant for: tests of several processes mostly wait.
+WORKERS ?= 3
 PYTEST = $(PY) -m pytest -q --numprocesses $(WORKERS) --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
 # $(call timed,WHAT,COMMAND) runs the command and says how long it took.
 timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - start)) s"; exit $$status
