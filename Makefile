@@ -25,7 +25,7 @@ timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - st
 
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) mutations gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) mutations gpu lint wheel format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -92,6 +92,14 @@ gpu: .venv/.requirements
 
 lint: .venv/.extension
 	$(PY) -m pytest -q $(LINT) --numprocesses auto
+
+# A wheel for this Python whose version names torch and CUDA, such as 0.1.0+pt213cpu: out/wheels.
+TAG = $(shell $(PY) -c 'import torch; cuda = torch.version.cuda; print("pt" + "".join(torch.__version__.split(".")[:2]) + \
+    ("cu" + cuda.replace(".", "") if cuda else "cpu"))')
+
+wheel: .venv/.extension
+	$(PY) setup.py --quiet egg_info --egg-base build --tag-build +$(TAG) bdist_wheel --dist-dir out/wheels
+	@ls out/wheels/fold3d-*+$(TAG)-*.whl
 
 docs: .venv/.extension
 	.venv/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -d out/doctrees docs out/docs
