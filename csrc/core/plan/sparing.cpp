@@ -23,7 +23,7 @@ Spared Ladder::at(const std::vector<int>& rungs) const {
     const int rung = rungs[static_cast<std::size_t>(stage)];
     for (int place = 0; place < places; ++place) {
       // Copies are best spread over the step.
-      const int step = spared.leaves == Spared::Leaves::kNothing ? std::min(rung - count * place, count)
+      const int step = spared.leaves == Spared::Leaves::kNothing ? std::clamp(rung - count * place, 0, count)
                                                                  : (rung - place - 1 + places) / places;
       if (step == 0) continue;
       choices[static_cast<std::size_t>(shape.chunk_of(place, stage))] = steps[static_cast<std::size_t>(step - 1)];
