@@ -377,6 +377,7 @@ void Group::spare(std::int64_t cutoff_ns, std::size_t most) {
       if (cannot(like->step_ns, copies ? kWorthCopies : kWorthSparing)) break;
       climb(ladder, made, room, like->step_ns, hopeless);
       if (ladder.steps.empty() && space_.sparing.leaving_is_free) lighten(job_, ladder.spared, made, room);
+      if (!copies && segments_ > 1 && !ladder.steps.empty()) thin(ladder, made, room, hopeless);
     }
   }
 }
