@@ -586,6 +586,16 @@ class PlanLayout:
     def buckets(self) -> list[list[tuple[float, float, int]]]: ...
     def buckets_of(self, stage: int, pp: int) -> int: ...
 
+class LayerReads:
+    def __init__(
+        self,
+        reads: Sequence[Sequence[int]],
+        unread: Sequence[Sequence[int]],
+        before: Sequence[int],
+        by_all: Sequence[int],
+    ) -> None: ...
+    def completed(self, ranges: _Ranges, pp: int, style: str) -> list[list[tuple[int, list[int]]]]: ...
+
 class PlanJob:
     dp: int
     pp: int
@@ -593,10 +603,7 @@ class PlanJob:
     style: str
     starts: list[int]
     closed_because: str
-    reads: list[list[int]]
-    unread: list[list[int]]
-    read_before: list[int]
-    read_by_all: list[int]
+    reads: LayerReads
     gradient_bytes: list[int]
     parameter_bytes: list[int]
     forward: list[float]
@@ -631,7 +638,6 @@ class PlanJob:
     def add_inside(self, layers: Sequence[_LayerBytes], seconds: Sequence[float]) -> None: ...
     def cut(self, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> _Ranges: ...
     def layout(self, ranges: _Ranges, bucket_bytes: int, spared: PlanSpared) -> PlanLayout: ...
-    def chunk_layers(self, ranges: _Ranges) -> list[list[tuple[int, list[int]]]]: ...
     def run(
         self,
         layout: PlanLayout,
@@ -740,7 +746,6 @@ def search_plans(
     jobs: Sequence[PlanJob],
     space: PlanSpace,
     *,
-    independent: bool,
     beat_ns: int | None,
     threads: int,
     progress: Callable[[PlanProgress], None],

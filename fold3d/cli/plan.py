@@ -136,12 +136,13 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
     """
     from fold3d.plan.search import decide, decide_jobs
     from fold3d.plan.space.mesh import Mesh, search_meshes
+    from fold3d.splitting.plan_sharding import shared_captures
     from fold3d.trace.shadow import shared_shadows
 
     fixed = options.tp is not None and options.pp is not None
     if fixed:
         _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    with shared_shadows():  # of the model, which is the same for all meshes
+    with shared_shadows(), shared_captures():  # of the model, which is the same for all meshes
         layers = _Layers(options)
         if fixed:
             mesh = _mesh(options)

@@ -14,7 +14,7 @@ from fold3d.sharding.shard import Runs, runs_of
 from fold3d.sharding.split import Attribute, BlockSplit, TensorSlice
 from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.draft import Draft, align, module_of, period_of, split_of
-from fold3d.splitting.probe import Local, Poison, Probe, Respond, atoms
+from fold3d.splitting.probe import Atom, Local, Poison, Probe, Respond, atoms
 from fold3d.splitting.regions import Reach, find_regions
 from fold3d.tensor_parallel.install import set_attribute, set_widths
 from fold3d.tensor_parallel.linear import is_linear
@@ -207,7 +207,9 @@ def _near(x: Tensor, y: Tensor) -> bool:
 UNEQUAL = "a rank's part computes something else, whatever attribute is divided"
 
 
-def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> BlockSplit:
+def infer(
+    call: CapturedCall, tp: int, whole: frozenset[str] = frozenset(), known: dict[str, list[Atom]] | None = None
+) -> BlockSplit:
     """Returns how a block may be divided among `tp` ranks.
 
     Every matrix product with a parameter is replaced by random numbers. NaN in one output channel shows which input
@@ -218,11 +220,15 @@ def infer(call: CapturedCall, tp: int, whole: frozenset[str] = frozenset()) -> B
 
     Args:
         whole: linear modules, or parameters, that are not to be divided.
+        known: what channels of the block's products reach, which takes most of the time; filled where it is empty.
     Raises: TraceError when the block cannot be run by itself.
     """
     probe = Probe(call)
     held_whole = {name for name, site in probe.sites.items() if module_of(probe, site) in whole} | probe.in_two_ways
-    reach = {name: atoms(_of_site(probe, name), site.outputs) for name, site in probe.sites.items()}
+    reach = {} if known is None else known
+    for name, site in probe.sites.items():
+        if name not in reach:
+            reach[name] = atoms(_of_site(probe, name), site.outputs)
     regions, failures = find_regions(probe.sites, reach, tp)
     numbers = Numbers(probe, tp)
     undone: set[str] = set()

@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::array<std::string_view, 3> kWayNames = {"early", "zero1", "serial"};
 constexpr double kNs = 1e9;
+constexpr double kRounding = 1e-6;     // of times that bounds are made of
 constexpr double kMostForwards = 1e7;  // of all ranks; a step of hours, and gigabytes of actions
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
@@ -262,9 +263,34 @@ std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves) {
   return peaks;
 }
 
+namespace {
+
+/// What a stage's card has to send in a step: messages to other stages, and DP.sync. What stays inside of a host costs
+/// no card anything.
+std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stage) {
+  if (!job.hosts.empty()) return 0;
+  const Shape shape = job.shape(layout.chunks());
+  double sums = 0, messages = 0;
+  for (int segment = 0; segment < shape.segments; ++segment) {
+    const int chunk = shape.chunk_of(segment, stage);
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
+      sums += static_cast<double>(sent(bucket.bytes, job.gradient_share, Way::kEarly));
+    }
+    for (const int other : {chunk - 1, chunk + 1}) {
+      if (other < 0 || other == layout.chunks() || shape.stage_of(other) == stage) continue;
+      messages += static_cast<double>(layout.activation_bytes[at(std::min(chunk, other))]);
+    }
+  }
+  const double bytes = 2 * sums * (job.dp - 1) / job.dp + messages * job.micro_batches;
+  return static_cast<std::int64_t>(kNs * bytes / job.bandwidth * (1 - kRounding));
+}
+
+}  // namespace
+
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits) {
   const Shape shape = job.shape(layout.chunks());
   double most = 0, before = 0;
+  std::int64_t sending = 0;
   const std::vector<bool> again = layout.spared.without_graph(layout.chunks());
   for (int stage = 0; stage < job.pp; ++stage) {
     double own = 0, update = 0;
@@ -278,25 +304,30 @@ std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits
       update += layout.update[at(chunk)] / job.dp;  // zero1
     }
     most = std::max(most, before + job.micro_batches * own + update);
-    before += layout.forward[at(stage)] + job.action_seconds;
-    if (!splits) before += layout.backward[at(stage)] + job.action_seconds;
+    sending = std::max(sending, least_sending_ns(job, layout, stage));
+    // Of the first segment chunk `stage` is on this stage.
+    const double bytes = job.hosts.empty() ? static_cast<double>(layout.activation_bytes[at(stage)]) : 0;
+    const double message = job.pp_latency + bytes / job.bandwidth;
+    before += layout.forward[at(stage)] + job.action_seconds + message;
+    if (!splits) before += layout.backward[at(stage)] + job.action_seconds + message;
   }
-  return std::max(ns(most), least_dp_sync_ns(job, layout));
+  return std::max(static_cast<std::int64_t>(kNs * most * (1 - kRounding)), sending);
 }
 
-std::int64_t least_dp_sync_ns(const PlanJob& job, const Layout& layout) {
-  if (job.dp == 1 || !job.hosts.empty()) return 0;  // what stays inside of a host costs no card anything
+std::int64_t least_bytes(const PlanJob& job, const Layout& layout, bool shares_optimizer) {
+  const Way way = shares_optimizer ? Way::kZero1 : Way::kEarly;
+  const MemoryModel model = memory_model(job, layout, uniform_modes(job, layout, way));
   const Shape shape = job.shape(layout.chunks());
   std::int64_t most = 0;
   for (int stage = 0; stage < job.pp; ++stage) {
-    std::int64_t bytes = 0;
+    std::int64_t own = 0;
     for (int segment = 0; segment < shape.segments; ++segment) {
-      for (const BucketCost& bucket : layout.buckets[at(shape.chunk_of(segment, stage))])
-        bytes += sent(bucket.bytes, job.gradient_share, Way::kEarly);
+      const ChunkBytes& chunk = model.chunks[at(shape.chunk_of(segment, stage))];
+      own += chunk.weights + chunk.gradients + chunk.optimizer;
     }
-    most = std::max(most, bytes);
+    most = std::max(most, own);
   }
-  return ns(2 * static_cast<double>(most) * (job.dp - 1) / job.dp / job.bandwidth);
+  return most;
 }
 
 }  // namespace fold3d::core

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/ir/schedule.h"
+#include "core/plan/layer_reads.h"
 #include "core/sim/cluster_model.h"
 
 namespace fold3d::core {
@@ -34,12 +35,7 @@ struct PlanJob {
 
   std::vector<int> starts;     ///< blocks at which a chunk may start, ascending, the first is 0
   std::string closed_because;  ///< why the model cannot be cut at some block; may be empty
-  /// By block, and last of the epilogue: the parameters that it reads; those that lie there and that no forward has
-  /// read.
-  std::vector<std::vector<int>> reads;
-  std::vector<std::vector<int>> unread;
-  std::vector<int> read_before;  ///< by the prologue
-  std::vector<int> read_by_all;  ///< by every chunk
+  LayerReads reads;            ///< parameters
   std::vector<std::int64_t> gradient_bytes;
   std::vector<std::int64_t> parameter_bytes;
 
