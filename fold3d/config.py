@@ -372,8 +372,7 @@ class ParallelConfig:
 
     def decided(self, *, dp: int, tp: int, pp: int, micro_batches: int) -> ParallelConfig:
         """Returns the layout with this mesh. Raises: ConfigError where a setting does not go with it."""
-        sizes = {"dp": dp, "tp": tp, "pp": pp, "micro_batches": micro_batches}
-        return replace(self, parallel=None, global_batch_size=None, **sizes)
+        return replace(self, parallel=None, global_batch_size=None, dp=dp, tp=tp, pp=pp, micro_batches=micro_batches)
 
     def _check_counts(self) -> None:
         for name in (

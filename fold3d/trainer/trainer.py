@@ -199,7 +199,7 @@ class Trainer(SearchingTrainer):
         args = self.args
         refuse_model(self.model)
         named = args.resume_from_checkpoint
-        last = Path(named) if isinstance(named, str) else last_committed(args.output_dir)
+        last = Path(named) if isinstance(named, str) else last_committed(args.output_dir or ".")
         example = self._example() if self._given_example is None else self._given_example
         if example is None:
             raise ConfigError(

@@ -16,7 +16,10 @@ from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Variant, assert_same, error_of, run_fold3d, run_stock
 
 AUTO = {"parallel": "auto", "global_batch_size": 16}
-ONE_STEP: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3}
+ONE_STEP: dict[str, Any] = {
+    **{"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3},
+    **{"optim": "sgd", "learning_rate": 1.0},  # AdamW makes much of the last bits of what is nearly 0
+}
 
 
 class Told(Variant):
@@ -55,7 +58,8 @@ def test_losses_are_those_of_one_process(
         assert fixed.items() <= outcome.extra.items()
         assert outcome.extra == outcomes[0].extra
         outcome.metrics = stock.metrics  # of evaluation batches that every replica has of its own
-        assert_same(outcome, stock, 1e-10)
+        # transformers computes the loss in float32, of which shards of the vocabulary sum parts
+        assert_same(outcome, stock, 1e-8 if made.tp > 1 else 1e-10)
 
 
 @pytest.mark.full

@@ -242,7 +242,7 @@ def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[_Opti
     config, samples = asked.config, asked.config.global_batch_size
     assert samples is not None, "checked with the others"
     alone = config.partition == GRAPH or asked.compile_options is not None or stages == 1
-    tp = 1 if config.tp is None and alone else config.tp
+    tp = config.tp or (1 if alone else None)
     try:
         found = meshes(world, samples, tp=tp, pp=config.pp, ranks_per_host=per_host, most_stages=stages)
     except ConfigError:
