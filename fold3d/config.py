@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,41 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 class ParallelConfig:
     """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed."""
 
+    parallel: str | None = setting(
+        None,
+        "auto: dp, tp, pp and the micro-batches of global_batch_size samples are decided when training starts, from "
+        "measured layers and links; those of dp, tp and pp that are set stay. Default: as dp, tp and pp say.",
+    )
+    """"auto": dp, tp, pp and the micro-batches are decided when the engine is made, as what is predicted to be fastest
+    for `global_batch_size` by measured layers and links and within the memory; what is set of dp, tp and pp stays. The
+    engine's `config` then says what was decided, and has None here. None: as dp, tp and pp say."""
+    global_batch_size: int | None = setting(
+        None,
+        "Samples of an optimizer step, all replicas together; gradient_accumulation_steps follows. With parallel=auto "
+        "micro-batches have at most per_device_train_batch_size samples. Default: per_device_train_batch_size * "
+        "gradient_accumulation_steps * dp.",
+    )
+    """Samples of an optimizer step, all replicas together; with parallel="auto", where `micro_batches` follows. None:
+    what the batches have."""
     dp: int | None = setting(
         None,
         "Data-parallel replicas of the model. Default: number of processes / (tp * pp).",
     )
     """Data-parallel replicas. None: world size / (tp * pp)."""
     tp: int = setting(
-        1,
+        None,
         "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one host. How "
-        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it.",
+        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it. Default: 1, or what parallel=auto "
+        "decides.",
     )
     """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
-    blocks; `fold3d trace MODEL -t TP` shows it."""
+    blocks; `fold3d trace MODEL -t TP` shows it. None: 1, which it is from then on, or what parallel="auto" decides."""
     pp: int = setting(
-        1,
-        "Pipeline stages: the model's layers are spread over so many processes.",
+        None,
+        "Pipeline stages: the model's layers are spread over so many processes. Default: 1, or what parallel=auto "
+        "decides.",
     )
-    """Pipeline stages."""
+    """Pipeline stages. None: as for `tp`."""
     segments: int | str = setting(
         AUTO,
         "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of each segment. "
@@ -308,6 +326,7 @@ class ParallelConfig:
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
     def __post_init__(self) -> None:
+        self._check_parallel()
         self._check_counts()
         self._check_parts()
         self._check_tp()
@@ -322,10 +341,53 @@ class ParallelConfig:
         self._check_seconds()
         self._check_blocks()
 
+    def _check_parallel(self) -> None:
+        if self.parallel not in (None, AUTO):
+            raise ConfigError(f'parallel={self.parallel!r}: must be "{AUTO}" or None')
+        if self.parallel is None:
+            for name in ("tp", "pp"):
+                object.__setattr__(self, name, 1 if getattr(self, name) is None else getattr(self, name))
+            if self.global_batch_size is not None:
+                raise ConfigError(
+                    f"global_batch_size={self.global_batch_size!r} has no effect on an engine whose micro_batches are "
+                    'set; remove it, or set parallel="auto"'
+                )
+            return
+        if self.global_batch_size is None:
+            raise ConfigError('parallel="auto" decides for a number of samples per step: set global_batch_size')
+        if self.micro_batches != 1:
+            raise ConfigError(
+                f'micro_batches={self.micro_batches!r} follows from global_batch_size with parallel="auto"; remove it'
+            )
+        if self.micro_batch_size is not None:
+            raise ConfigError(
+                f'micro_batch_size={self.micro_batch_size!r} has no effect with parallel="auto", which decides how '
+                "many samples pass the model at once; remove it"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the mesh is to be decided (`parallel="auto"`): `tp` and `pp` may be None as long as it is."""
+        return self.parallel is not None
+
+    def decided(self, *, dp: int, tp: int, pp: int, micro_batches: int) -> ParallelConfig:
+        """Returns the layout with this mesh. Raises: ConfigError where a setting does not go with it."""
+        return replace(self, parallel=None, global_batch_size=None, dp=dp, tp=tp, pp=pp, micro_batches=micro_batches)
+
     def _check_counts(self) -> None:
-        for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size", "chunked_loss"):
+        for name in (
+            *("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size", "chunked_loss"),
+            "global_batch_size",
+        ):
             value = getattr(self, name)
-            if (value is None and name in ("dp", "micro_batch_size", "chunked_loss")) or (
+            none = (
+                "dp",
+                "micro_batch_size",
+                "chunked_loss",
+                "global_batch_size",
+                *(("tp", "pp") if self.is_open else ()),
+            )
+            if (value is None and name in none) or (
                 value == AUTO and name in ("segments", "micro_batch_size", "group_size")
             ):
                 continue
@@ -344,6 +406,8 @@ class ParallelConfig:
                 f"loss_reduction={self.loss_reduction!r} has no effect: it says how losses of parts of a micro-batch "
                 "add up; set micro_batch_size, or remove it"
             )
+        if self.is_open:
+            return
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} (of the Trainer: "
@@ -383,7 +447,7 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not self.flush:
+        if not self.flush and not self.is_open:
             self._check_without_flush()
 
     def _check_without_flush(self) -> None:
@@ -437,7 +501,7 @@ class ParallelConfig:
                 f"blocks={self.blocks!r} has no effect with partition={self.partition!r}, which says by itself between "
                 "which modules to cut; remove one of them"
             )
-        if self.partition == GRAPH and self.tp > 1:
+        if self.partition == GRAPH and (self.tp or 1) > 1:
             raise ConfigError(
                 f'partition="graph" cuts models that have no list of equal blocks, and tp={self.tp} divides equal '
                 'blocks; set tp=1, or partition="blocks"'

@@ -108,10 +108,10 @@ def test_what_is_wrong_with_python_is_found() -> None:
         "import fold3d; fold3d.ParallelConfig(pipeline=2)",
         "engine.stop()",
         "trainer.engine.go()",
-        "args.parallel.width",
+        "args.layout.width",
     ):
         assert len(list(python_block.complaints(line))) == 1, line
-    assert not list(python_block.complaints("trainer.engine.flush()\nargs.parallel.pp\nengine.step(batch).loss\n"))
+    assert not list(python_block.complaints("trainer.engine.flush()\nargs.layout.pp\nengine.step(batch).loss\n"))
 
 
 def commands(page: Path) -> list[list[str]]:

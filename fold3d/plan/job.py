@@ -57,6 +57,9 @@ class Job:
     """Steps until the optimizer takes them."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
+    hosts: tuple[int, ...] = ()
+    """Of each place replica * pp + stage, as numbers that only tell hosts apart; those of a host share
+    `network.bandwidth`, and what stays inside costs its latency. Empty: a host for each."""
 
     def cluster(self, message_bytes: int) -> Cluster:
         """Returns what the simulator is told of the ranks and their network.

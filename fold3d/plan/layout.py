@@ -65,6 +65,7 @@ def numbers_of(job: Job) -> _C.PlanJob:
     model.gradient_share, model.gradient_delay = job.gradient_share, job.gradient_delay
     model.memory_limit, model.pool_limit = job.memory_limit, job.pool_limit
     model.pool_is_elsewhere, model.may_split = job.pool_is_elsewhere, job.may_split
+    model.hosts = list(job.hosts)
     return model
 
 

@@ -324,8 +324,13 @@ class CheckpointingTrainer(transformers.Trainer):
                         save.delivery.finish()
                         batch = self.get_total_train_batch_size(self.args)
                         late = save.late_settings
+                        mesh = None if self.args.mesh is None else self.args.mesh.to_dict()
                         manifest.write(
-                            save.folder.temporary, step_index=save.step_index, batch=batch, late_settings=late
+                            save.folder.temporary,
+                            step_index=save.step_index,
+                            batch=batch,
+                            late_settings=late,
+                            mesh=mesh,
                         )
                         save.folder.commit()
         except Exception:

@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
-from fold3d.checkpoint import OptimizerLayout
+from fold3d.checkpoint import OptimizerLayout, last_committed, manifest
 from fold3d.config import AUTO
 from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
+from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError
 from fold3d.stage.loss_run import running_loss
 from fold3d.stage.users_state import as_it_was, attributes_of
@@ -115,6 +116,8 @@ class Trainer(SearchingTrainer):
         with building_trainer():
             super().__init__(model, args, *others, **named)
         refuse_callbacks(self.callback_handler.callbacks)
+        if args.layout.is_open:
+            self._decide_mesh()
         refuse_savers(self)
         self._place_model()
         self._evaluate_with_whole_model()
@@ -135,7 +138,7 @@ class Trainer(SearchingTrainer):
         self.layout = None
         self.engine = Engine(
             model,
-            args.parallel,
+            args.layout,
             example=self._example if self._given_example is None else self._given_example,
             weights=args.weights,
             autocast=self.accelerator.autocast,
@@ -173,9 +176,7 @@ class Trainer(SearchingTrainer):
         """Makes the accelerator count replicas instead of processes."""
         super().create_accelerator_and_postprocess()
         args = self.args
-        dp = args.parallel.resolve_dp(args.world_size)
-        topology = Topology(dp=dp, pp=args.pp, tp=args.tp, rank=args.process_index)
-        accelerator = ReplicaAccelerator.adopt(self.accelerator, topology)
+        accelerator = ReplicaAccelerator.adopt(self.accelerator, self._topology())
         if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
             raise ConfigError(
                 f"fp16=True has no effect on the {args.device.type}: accelerate trains in full precision there; use "
@@ -184,6 +185,39 @@ class Trainer(SearchingTrainer):
         self.gather_function = functools.partial(
             accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
+
+    def _topology(self) -> Topology:
+        """Returns where this process is in the mesh; as long as that is open, as if each were a replica."""
+        config, world = self.args.layout, self.args.world_size
+        pp, tp = (1, 1) if config.is_open else (config.pp, config.tp)
+        dp = world if config.is_open else config.resolve_dp(world)
+        return Topology(dp=dp, pp=pp, tp=tp, rank=self.args.process_index)
+
+    def _decide_mesh(self) -> None:
+        """parallel="auto": decides dp, tp, pp and the micro-batches, and writes them into the arguments; every rank
+        calls."""
+        args = self.args
+        refuse_model(self.model)
+        named = args.resume_from_checkpoint
+        last = Path(named) if isinstance(named, str) else last_committed(args.output_dir or ".")
+        example = self._example() if self._given_example is None else self._given_example
+        if example is None:
+            raise ConfigError(
+                'parallel="auto" runs the model\'s layers to decide: pass example=<a micro-batch> to Trainer'
+            )
+        asked = Asked(
+            model=self.model,
+            config=args.layout,
+            example=example,
+            samples=args.train_batch_size,
+            device=args.device,
+            optimizer=self._optimizer_like(),
+            autocast=self.accelerator.autocast,
+            compile_options=self._compile_options(),
+        )
+        args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.mesh(last))))
+        self._train_batch_size = args.train_batch_size
+        self.accelerator.topology = self._topology()
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""

@@ -321,7 +321,7 @@ def propose(
     world.progress.turn_to("planning")
     if topology.rank == 0:
         try:
-            chosen, proposal = _decide(job, config, constraints, lambda: _steps_parts(optimizer))
+            chosen, proposal = _decide(job, config, constraints, lambda: steps_parts(optimizer))
             _check_memory(chosen, proposal, config)
             announce(logger, proposal.table)
             found = proposal
@@ -387,7 +387,7 @@ def _pool_limit(config: ParallelConfig, world: WorldGroup) -> int:
     return least
 
 
-def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
+def steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
     be made of it, `DpSync.attach` finds out."""
     try:
