@@ -151,10 +151,13 @@ class EachMicroBatch(Versioned):
         if self._is_run:
             self._settings.append(self._optimizer.settings(1.0))
         self._is_run = False
-        if self._states.has_gradients:
-            self._optimizer.check_unchanged()
-            self._make_room()
-            super().update(keeps=keeps)
+        if not self._states.has_gradients:
+            for bucket in self.buckets:
+                bucket.detach()  # what was taken before is not for the optimizer's own step
+            return
+        self._optimizer.check_unchanged()
+        self._make_room()
+        super().update(keeps=keeps)
 
     def _taken_with(self, settings: Settings) -> Settings:
         return self._settings.popleft()
