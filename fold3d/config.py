@@ -37,10 +37,17 @@ DP_SYNC = ("zero1", "early", "serial")
 SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 DP_SYNC_DTYPES = ("float32", "bfloat16")
+DELAY_CORRECTIONS = ("none", "error_feedback", "predict")
+WEIGHT_VERSIONS = ("2bw", "stashing", "vertical_sync")
+"""Which weights a micro-batch takes without a flush; csrc/core/ir/versions.h."""
 KERNELS = ("torch", "fold3d")
 FP16_WITH_DELAY = (
     "gradient_delay=1 is not available with fp16: whether a step's gradients are finite is known a step later, when "
     "the loss of the next one has been scaled already; use bf16, or set gradient_delay=0"
+)
+CLIPPED_EACH_MICRO_BATCH = (
+    "PipeDream's weight_versions update the last stage before the first one has its gradients, so that nobody knows "
+    'the norm to clip by: leave max_grad_norm out (of the Trainer: max_grad_norm=0), or set weight_versions="2bw"'
 )
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
@@ -254,6 +261,24 @@ class ParallelConfig:
     few micro-batches; the weights are, bit for bit, those of `gradient_delay=1`, which it needs, and there are two
     versions of them. For the schedule "1f1b" with one segment, and at least as many micro-batches as stages; on the
     CPU. See docs/late-gradients.md."""
+    weight_versions: str = setting(
+        "2bw",
+        "With flush=False, which weights a micro-batch takes, on the CPU: 2bw (two versions, an update per step), or "
+        "PipeDream's, with an update for each micro-batch and as many versions as stages: stashing (each stage its "
+        "newest), vertical_sync (all stages the same).",
+    )
+    """With `flush=False`, which weights a micro-batch takes. "2bw": two versions, an update for each step. "stashing",
+    "vertical_sync" (PipeDream): an update for each micro-batch, so micro_batches=1; a micro-batch takes the newest
+    weights of each stage, or on all stages those with the updates of the micro-batches up to pp before it, in both
+    passes; a stage keeps up to pp versions. See docs/late-gradients.md."""
+    delay_correction: str = setting(
+        "none",
+        "What makes up for gradient_delay=1: none; error_feedback (an update takes twice what the optimizer says, less "
+        "what it said the step before); predict (gradients are those of the weights that the next update would give).",
+    )
+    """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
+    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of
+    2 W(t) - W(t-1); one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
@@ -432,7 +457,12 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in (AUTO, *DP_SYNC):
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
-        for name, known in (("dp_sync_dtype", DP_SYNC_DTYPES), ("kernels", KERNELS)):
+        for name, known in (
+            ("dp_sync_dtype", DP_SYNC_DTYPES),
+            ("kernels", KERNELS),
+            ("delay_correction", DELAY_CORRECTIONS),
+            ("weight_versions", WEIGHT_VERSIONS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if self.gradient_delay not in (0, 1) or isinstance(self.gradient_delay, bool):
@@ -447,8 +477,28 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not self.flush and not self.is_open:
-            self._check_without_flush()
+        if self.delay_correction != "none" and not self.gradient_delay:
+            raise ConfigError(
+                f"delay_correction={self.delay_correction!r} has no effect with gradient_delay=0; set "
+                "gradient_delay=1, or remove it"
+            )
+        if self.delay_correction == "predict" and self.offload_optimizer:
+            raise ConfigError(
+                'delay_correction="predict" is not available with offload_optimizer=True; set it to False, or '
+                'delay_correction="error_feedback"'
+            )
+        if not self.flush:
+            if not self.is_open:
+                self._check_without_flush()
+        elif self.weight_versions != "2bw":
+            raise ConfigError(
+                f"weight_versions={self.weight_versions!r} has no effect with a flush; set flush=False, or remove it"
+            )
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether PipeDream's versions of weights are asked for."""
+        return self.weight_versions != "2bw"
 
     def _check_without_flush(self) -> None:
         if self.schedule == AUTO:
@@ -475,6 +525,18 @@ class ParallelConfig:
             raise ConfigError(
                 f'flush=False is not available with recompute={self.recompute!r}; set recompute="blocks", or flush=True'
             )
+        if self.delay_correction == "predict" or (self.delay_correction != "none" and self.updates_each_micro_batch):
+            raise ConfigError(
+                f"delay_correction={self.delay_correction!r} is not available with flush=False and "
+                f'weight_versions={self.weight_versions!r}; set delay_correction="none", or flush=True'
+            )
+        if self.updates_each_micro_batch:
+            if self.micro_batches != 1:
+                raise ConfigError(
+                    f"weight_versions={self.weight_versions!r} updates weights after each micro-batch, and "
+                    f"micro_batches (of the Trainer: gradient_accumulation_steps) is {self.micro_batches}; set it to 1"
+                )
+            return
         if self.micro_batches < self.pp:
             raise ConfigError(
                 f"flush=False needs at least as many micro-batches as stages, here {self.pp}, and micro_batches (of "
@@ -584,6 +646,11 @@ class ParallelConfig:
             given["preempt"] = not self.preempt
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; remove it")
+        if dp > 1 and self.updates_each_micro_batch:
+            raise ConfigError(
+                f"weight_versions={self.weight_versions!r} is not available with dp={dp}: sums over the replicas would "
+                f'have no time to travel between two updates; start {cells} processes, or set weight_versions="2bw"'
+            )
         return dp
 
 

@@ -193,6 +193,8 @@ void bind_job(py::module_& module) {
       .def_readwrite("copy_bandwidth", &PlanJob::copy_bandwidth)
       .def_readwrite("gradient_share", &PlanJob::gradient_share)
       .def_readwrite("gradient_delay", &PlanJob::gradient_delay)
+      .def_readwrite("flush", &PlanJob::flush)
+      .def_readwrite("weight_versions", &PlanJob::weight_versions)
       .def_readwrite("hosts", &PlanJob::hosts)
       .def_readwrite("memory_limit", &PlanJob::memory_limit)
       .def_readwrite("pool_limit", &PlanJob::pool_limit)

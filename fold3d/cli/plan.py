@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals, tp_option
 from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
-from fold3d.config import AUTO, ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +70,14 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     made.add_argument(
         "--dtype", choices=cluster_option.DTYPES, help="of weights and activations; default: the configuration's"
     )
+    made.add_argument(
+        "--no-flush",
+        action="store_true",
+        help="steps follow each other without one, with --gradient-delay 1, schedule 1f1b and one segment (2BW)",
+    )
+    made.add_argument(
+        "--delay-correction", choices=DELAY_CORRECTIONS, default="none", help="of --gradient-delay 1; default none"
+    )
     made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     costs = made.add_argument_group("cluster")
@@ -106,6 +114,8 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.space.registry import KNOBS, constrained
 
     _settle(options)
+    if options.no_flush:  # nothing else goes without one
+        vars(options).update(schedule=options.schedule or "1f1b", segments=options.segments or "1")
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
     if options.global_samples is None:
@@ -364,6 +374,15 @@ def _settle(options: argparse.Namespace) -> None:
             f"--global-micro-batches={options.global_micro_batches} is for --tp auto or --pp auto; "
             "with both given, --micro-batches says how many a replica runs"
         )
+    if options.gradient_delay != "1":
+        for name in (
+            name for name in ("no_flush", "delay_correction") if getattr(options, name) not in (False, "none")
+        ):
+            raise ConfigError(f"--{name.replace('_', '-')} needs late gradients; set --gradient-delay 1")
+    if options.no_flush and options.tp != 1:
+        raise ConfigError("--no-flush is not available with --tp; leave it out")
+    if options.no_flush and options.delay_correction == "predict":
+        raise ConfigError("--delay-correction predict is not available with --no-flush; leave one of them out")
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host is {options.ranks_per_host}; a host has at least one")
 
@@ -484,6 +503,8 @@ class _Layers:
             copy_bandwidth=self._options.copy_bandwidth * 1e9,
             pool_is_elsewhere=True,
             may_split=mesh.tp == 1,
+            flush=not self._options.no_flush,
+            delay_correction=self._options.delay_correction,
             host_is_elsewhere=True,
         )
 

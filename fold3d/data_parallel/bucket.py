@@ -139,11 +139,11 @@ class Bucket:
             view.copy_(parameter.data)
             parameter.data = view
 
-    def add_version(self) -> list[Tensor]:
-        """Weights have two versions from now on, alike at first. Returns the flat tensors, the newest first."""
+    def add_versions(self, count: int) -> list[Tensor]:
+        """Weights have so many versions from now on, alike at first. Returns the flat tensors, the newest first."""
         self.flatten_parameters()
         assert self.weights is not None
-        self.versions = [self.weights, self.weights.clone()]
+        self.versions = [self.weights, *(self.weights.clone() for _ in range(count - 1))]
         return self.versions
 
     def use_version(self, number: int) -> None:

@@ -37,6 +37,7 @@ from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
 from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.late.no_replicas import NoReplicas
+from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
@@ -78,9 +79,11 @@ class DpSync:
         kernels: bool = False,
         wire_dtype: torch.dtype = torch.float32,
         gradient_delay: int = 0,
+        feeds_back: bool = False,
     ):
         """Args:
         gradient_delay: 1: see `late`.
+        feeds_back: updates are corrected, see `BucketOptimizer`.
         clock: that `sync` has.
         offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
         read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
@@ -89,7 +92,7 @@ class DpSync:
         Raises: ConfigError for gradients that cannot travel so.
         """
         self._cut, self._groups, self._tp, self._device = cut, groups, topology.tp, groups.device
-        self._plan, self._on_host, self._kernels = plan, offload_optimizer, kernels
+        self._plan, self._on_host, self._kernels, self._feeds_back = plan, offload_optimizer, kernels, feeds_back
         self.buckets = [
             Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank, 1 + gradient_delay)
             for number, spec in enumerate(plan.buckets)
@@ -222,7 +225,7 @@ class DpSync:
                 bucket.check_veiled()
             self.norm()
         settings = optimizer.settings(self._coefficient)
-        taken = settings if self._late is None else self._late.taken_with(self._coefficient)
+        taken = self._taken_with(settings)
         gathered = self._early if self._late is None else self._late.gathered
         for bucket in self.buckets:
             bucket.detach()
@@ -244,6 +247,10 @@ class DpSync:
         self._coefficient = 1.0
         if self._plan.serial or is_shown:
             self.flush()
+
+    def _taken_with(self, settings: Settings) -> Settings | None:
+        """Returns the settings that the gradients of now are taken with; None where there are none."""
+        return settings if self._late is None else self._late.taken_with(self._coefficient)
 
     def updated(self) -> None:
         """The optimizer's own step is over: `.grad` holds what it took, or says that it is gone."""
@@ -347,7 +354,10 @@ class DpSync:
             bucket.detach()
             bucket.clear()
         self._optimizer = BucketwiseOptimizer(
-            optimizer, self.buckets, sharded, self._groups.data, on_host=self._on_host, kernel=self._kernels
+            *(optimizer, self.buckets, sharded, self._groups.data),
+            on_host=self._on_host,
+            kernel=self._kernels,
+            feeds_back=self._feeds_back,
         )
         self._states.on(Event.ATTACH)
 

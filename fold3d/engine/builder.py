@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,18 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
+from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
 from fold3d.data_parallel.late.exchange import Exchange
 from fold3d.data_parallel.late.no_replicas import NoReplicas
+from fold3d.data_parallel.late.versioned import Predicted
 from fold3d.data_parallel.late.without_flush import Told, WithoutFlush
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
-from fold3d.engine.flow import Flow
+from fold3d.engine.flow import Flow, MicroBatchFlow
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.cut_model import CutModel
 from fold3d.engine.planning.less_memory import LessMemory
@@ -32,6 +36,7 @@ from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
 from fold3d.errors import Fold3dError, RankError
+from fold3d.faults.lifetime import Lifetime
 from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.announce import announce
 from fold3d.observe.memory import MemoryWatch
@@ -53,7 +58,13 @@ logger = logging.getLogger(__name__)
 
 LATE = (
     "gradient_delay=1: each update takes the gradients of the step before, so losses and weights are not those of "
-    "exact training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md"
+    "exact training, and some optimizers and learning rates bear it worse than others: see docs/late-gradients.md; "
+    "delay_correction={correction!r}"
+)
+EACH = (
+    "weight_versions={rule!r}: an update after each micro-batch, whose gradients are of weights up to {delay} updates "
+    "old, so losses and weights are not those of exact training: see docs/late-gradients.md. A stage keeps up to "
+    "{most} versions of its weights; this one, the first, keeps {own}, {more} beside the newest"
 )
 
 
@@ -158,9 +169,11 @@ def _connect(
     recorder = StepRecorder(executor, sync, arbiter, progress, clock, topology.pp_rank, counting)
     undo.callback(recorder.close)
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
-    flow = None
+    flow: Flow | MicroBatchFlow | None = None
     if isinstance(sync, WithoutFlush):
         flow = Flow(topology, pipeline, sync, recorder, progress)
+    elif isinstance(sync, EachMicroBatch):
+        flow = MicroBatchFlow(topology, pipeline, sync, recorder, progress)
     step = Step(
         *(cut, topology, config.seed, device),
         pipeline=pipeline,
@@ -216,15 +229,33 @@ def _gradient_sync(
             made.settle()
 
     wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
-    parts = (rings, schedule, progress, clock, read, config.offload_optimizer, kernels, wire, delay)
-    if config.flush:
+    given = (rings, schedule, progress, clock, read, config.offload_optimizer, kernels, wire)
+    if config.updates_each_micro_batch:
+        return _each_micro_batch(model, topology, groups, given, progress.life)
+    parts = (*given, delay, config.delay_correction == "error_feedback")
+    if config.delay_correction == "predict":
+        made = Predicted(cut, topology, groups, *parts)
+    elif config.flush:
         made = DpSync(cut, topology, groups, *parts)
     else:
         exchange: Exchange[Told] = Exchange(topology, config.timeout_seconds, progress.life)
         made = WithoutFlush(cut, topology, groups, *parts, exchange=exchange)
     if delay and topology.rank == 0:
-        announce(logger, LATE)
+        announce(logger, LATE.format(correction=config.delay_correction))
     return made
+
+
+def _each_micro_batch(
+    model: CutModel, topology: Topology, groups: Groups, given: tuple[Any, ...], life: Lifetime
+) -> EachMicroBatch:
+    rule, pp = model.config.weight_versions, topology.pp
+    versions = _C.live_versions(rule, pp, topology.pp_rank)
+    if topology.rank == 0:
+        own = model.cut.trainable().values()
+        more = text_of_bytes((versions - 1) * sum(p.numel() * p.element_size() for p in own))
+        announce(logger, EACH.format(rule=rule, delay=pp - 1, most=pp, own=versions, more=more))
+    exchange: Exchange[Tensor] = Exchange(topology, model.config.timeout_seconds, life)
+    return EachMicroBatch(model.cut, topology, groups, *given, versions=versions, exchange=exchange)
 
 
 def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
@@ -259,7 +290,7 @@ def _chunks(
     return [
         PipelineChunk(
             *(v, v == last, cut.split, sync, once, None if sharded is None else sharded(v), draws),
-            turn_to=sync.turn_to if isinstance(sync, WithoutFlush) else None,
+            turn_to=sync.turn_to if isinstance(sync, (WithoutFlush, EachMicroBatch)) else None,
             is_end=v == numbers[-1],
             compares=topology.pp * topology.tp > 1,
         )

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.gradient_sync import GradientSync
+from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
 from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.device import rng_untouched
 from fold3d.engine.division import Division
-from fold3d.engine.flow import Flow
+from fold3d.engine.flow import Flow, MicroBatchFlow
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.replanner import Replanner
@@ -70,7 +71,7 @@ class Step:
         memory: MemoryWatch,
         changes: Callable[[], Sequence[str]],
         division: Division | None = None,
-        flow: Flow | None = None,
+        flow: Flow | MicroBatchFlow | None = None,
     ) -> None:
         """Args:
         seed: of dropout masks.
@@ -235,6 +236,10 @@ class Step:
     def finish_updates(self, max_grad_norm: float | None) -> Tensor | None:
         """Takes the late gradients, clipped; returns their norm, None where there are none."""
         sync = self._sync
+        if isinstance(sync, EachMicroBatch):  # a drain takes them all
+            with self._supervisor.together("the last updates"), self._memory.explains(self._changes):
+                self.drain()
+            return None
         if not isinstance(sync, DpSync) or sync.late is None or sync.late.settings is None:
             return None
         with self._supervisor.together("the last update"), self._memory.explains(self._changes):

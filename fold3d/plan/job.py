@@ -55,6 +55,10 @@ class Job:
     """Of the bytes of gradients, as they are kept, what travels."""
     gradient_delay: int = 0
     """Steps until the optimizer takes them."""
+    flush: bool = True
+    """Whether the pipeline runs empty between steps. False: for schedule 1f1b with one segment."""
+    delay_correction: str = "none"
+    """What makes up for the delay; see ParallelConfig."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
     hosts: tuple[int, ...] = ()

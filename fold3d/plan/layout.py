@@ -63,6 +63,11 @@ def numbers_of(job: Job) -> _C.PlanJob:
     model.action_seconds, model.bucket_seconds = job.action_seconds, job.bucket_seconds
     model.copy_bandwidth = job.copy_bandwidth
     model.gradient_share, model.gradient_delay = job.gradient_share, job.gradient_delay
+    model.flush, predicts = job.flush, job.delay_correction == "predict"
+    model.weight_versions = 1 if job.flush and not predicts else 2
+    if job.delay_correction == "error_feedback":  # the update before, of the parameters' own type
+        gradients = sum(profile.gradient_bytes.values())
+        model.optimizer_bytes += sum(model.parameter_bytes) / gradients if gradients else 0.0
     model.memory_limit, model.pool_limit = job.memory_limit, job.pool_limit
     model.pool_is_elsewhere, model.may_split = job.pool_is_elsewhere, job.may_split
     model.hosts = list(job.hosts)

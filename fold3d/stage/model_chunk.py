@@ -135,7 +135,7 @@ class PipelineChunk:
         sharding: ChunkSharding | None = None,
         draws: PartDraws | None = None,
         *,
-        turn_to: Callable[[bool], None] | None = None,
+        turn_to: Callable[[int, bool], None] | None = None,
         is_end: bool = True,
         compares: bool = False,
     ):
@@ -146,8 +146,8 @@ class PipelineChunk:
         once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
-        turn_to: of steps without a flush; told whether the actions from now on are of the step before. None: all have
-            one.
+        turn_to: of steps without a flush; told before each action the number of its micro-batch, and whether it is of
+            the step before. None: all have a flush.
         """
         self.turn_to = turn_to
         self.index = index

@@ -15,7 +15,15 @@ import torch.distributed as dist
 import transformers
 
 from fold3d.checkpoint import last_committed, manifest
-from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, SETTINGS, ParallelConfig, parse_tp_plan
+from fold3d.config import (
+    AUTO,
+    BLOCKS,
+    CLIPPED_EACH_MICRO_BATCH,
+    FP16_WITH_DELAY,
+    SETTINGS,
+    ParallelConfig,
+    parse_tp_plan,
+)
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
@@ -77,6 +85,8 @@ class TrainingArguments(transformers.TrainingArguments):
     dp_sync_dtype: str = of_config("dp_sync_dtype")
     gradient_delay: int = of_config("gradient_delay")
     flush: bool = of_config("flush")
+    weight_versions: str = of_config("weight_versions")
+    delay_correction: str = of_config("delay_correction")
     bucket_bytes: Bytes | None = of_config("bucket_bytes")
     memory_limit: Bytes | None = of_config("memory_limit")
     offload: str = of_config("offload")
@@ -142,8 +152,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self._settle_batch(world_size)
         self._settle_saving(world_size)
         config = self.layout
-        if config.gradient_delay and self.fp16:
-            raise ConfigError(FP16_WITH_DELAY)
+        self._refuse_with_delay(config)
         for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute", "tp", "pp"):  # as they are understood
             setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
@@ -298,6 +307,12 @@ class TrainingArguments(transformers.TrainingArguments):
                 f"{', '.join(str(one) for one in range(1, samples + 1) if samples % one == 0)}"
             )
         return 1 if size is None else samples // size
+
+    def _refuse_with_delay(self, config: ParallelConfig) -> None:
+        if config.gradient_delay and self.fp16:
+            raise ConfigError(FP16_WITH_DELAY)
+        if config.updates_each_micro_batch and self.max_grad_norm:
+            raise ConfigError(CLIPPED_EACH_MICRO_BATCH)
 
     @property
     def mesh(self) -> Decision | None:

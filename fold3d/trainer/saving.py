@@ -48,6 +48,7 @@ from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.adapters import AdapterFiles
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.checkpoint.regions import Region
+from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.engine.engine import Engine
 from fold3d.engine.state import check_late
 from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
@@ -117,6 +118,7 @@ class CheckpointingTrainer(transformers.Trainer):
         output_dir = output_dir or str(self.args.output_dir)
         if not _internal_call:
             self.engine.meet("trainer.save_model()")
+        self.engine.drain()
         self.engine.flush()
         what = f"saving the model to {output_dir}"
         with self.engine.supervise("saving the model"), self._delivering(Path(output_dir)), self._together(what):
@@ -403,7 +405,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 torch.save(scaler.state_dict(), folder / SCALER)
 
     def _save_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
-        """Saves what gradient_delay=1 keeps for the next step; returns the settings it will be taken with."""
+        """Saves what gradient_delay=1 keeps for later steps; returns the settings it will be taken with."""
         assert self._delivery is not None
         gradients, settings = self.engine.late_gradients()
         if settings is not None:
@@ -411,8 +413,8 @@ class CheckpointingTrainer(transformers.Trainer):
             own = [
                 region
                 for name, gradient in gradients.items()
-                if name in primary
-                for region in regions_of(name, gradient, parts.shard_of(name), parts.rank)
+                if parameter_of(name) in primary
+                for region in regions_of(name, gradient, parts.shard_of(parameter_of(name)), parts.rank)
             ]
             self._delivery.to_files(own, None, LateGradientsFiles(folder))
         return settings

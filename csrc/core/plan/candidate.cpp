@@ -8,6 +8,7 @@
 
 #include "core/generators/registry.h"
 #include "core/passes/lower.h"
+#include "core/passes/repeat.h"
 
 namespace fold3d::core {
 namespace {
@@ -173,7 +174,7 @@ MemoryModel memory_model(const PlanJob& job, const Layout& layout, const Modes& 
     state_of[stage] += optimizer;
     const Activations& needs = layout.activations[at(chunk)];
     model.chunks.push_back({
-        .weights = layout.parameter_bytes[at(chunk)],
+        .weights = layout.parameter_bytes[at(chunk)] * job.weight_versions,
         // In buckets, fp32 at least, twice if they are late; else with one replica autograd makes them, like the
         // parameters.
         .gradients = in_buckets ? std::max(flat, trained) * (1 + job.gradient_delay) : trained,
@@ -199,7 +200,9 @@ MemoryModel memory_model(const PlanJob& job, const Layout& layout, const Modes& 
 }
 
 Programs::Programs(const PlanJob& job, Order order, int segments)
-    : order_(std::move(order)), made_(generated(job, order_, segments)) {}
+    : order_(std::move(order)), made_(generated(job, order_, segments)) {
+  if (!job.flush) flows_ = without_flush(order_.name, made_.shape).every;
+}
 
 const Programs::Program& Programs::of(const Spared& spared) {
   const int chunks = made_.shape.num_chunks();
@@ -213,8 +216,17 @@ const Programs::Program& Programs::of(const Spared& spared) {
     schedule =
         lower(made_, {.recompute = again, .offload = moves, .offload_share = percent / 100.0, .lazy = !moves.empty()});
   }
+  std::unique_ptr<const Program> kept;
+  if (flows_) {
+    if (lowered) {
+      throw std::invalid_argument("without a flush whole chunks do not run again, and nothing leaves the device");
+    }
+    SimulatedProgram simulated(made_);
+    kept = std::make_unique<const Program>(Program{made_, std::move(simulated), nullptr});
+    schedule = *flows_;
+  }
   SimulatedProgram simulated(schedule);
-  entry = std::make_unique<Program>(Program{std::move(schedule), std::move(simulated)});
+  entry = std::make_unique<Program>(Program{std::move(schedule), std::move(simulated), std::move(kept)});
   return *entry;
 }
 
@@ -231,9 +243,13 @@ Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Mode
   Run made;
   made.step = simulate_step(program.schedule, program.simulated, model, {8, options.breakdown, options.memory});
   if (options.memory) {
-    const Shape& shape = program.schedule.shape;
-    made.memory = memory_curves(program.schedule, memory_model(job, layout, modes), compute_times(made.step, shape),
-                                copy_times(made.step, shape));
+    const Program& kept = program.kept ? *program.kept : program;
+    const Shape& shape = kept.schedule.shape;
+    TrainingStep with_flush;
+    if (program.kept) with_flush = simulate_step(kept.schedule, kept.simulated, model, {8, false, true});
+    const TrainingStep& step = program.kept ? with_flush : made.step;
+    made.memory = memory_curves(kept.schedule, memory_model(job, layout, modes), compute_times(step, shape),
+                                copy_times(step, shape));
   }
   return made;
 }
@@ -303,6 +319,8 @@ std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits
       }
       update += layout.update[at(chunk)] / job.dp;  // zero1
     }
+    // Without a flush the pipeline is full, and an update has the memory of another version to go to.
+    if (!job.flush) before = 0;
     most = std::max(most, before + job.micro_batches * own + update);
     sending = std::max(sending, least_sending_ns(job, layout, stage));
     // Of the first segment chunk `stage` is on this stage.

@@ -77,6 +77,8 @@ class Programs {
   struct Program {
     Schedule schedule;           ///< with what is computed again and copied to the pool
     SimulatedProgram simulated;  ///< of it
+    /// Where that has no flush: one step with it, in which as many stashes are kept at once.
+    std::unique_ptr<const Program> kept;
   };
   const Program& of(const Spared& spared);
   const Schedule& compute_only() const { return made_; }
@@ -104,6 +106,7 @@ class Programs {
  private:
   Order order_;
   Schedule made_;
+  std::optional<Schedule> flows_;  // what repeats without a flush
   std::map<std::pair<std::vector<bool>, std::pair<std::vector<bool>, int>>, std::unique_ptr<Program>> programs_;
 };
 

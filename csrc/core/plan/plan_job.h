@@ -65,7 +65,9 @@ struct PlanJob {
   double copy_bandwidth = 25e9;
   double gradient_share = 1;  ///< of the bytes of gradients what travels
   int gradient_delay = 0;
-  Hosts hosts;  ///< of every rank, as ClusterModel::hosts
+  bool flush = true;        ///< false: steps follow each other without one, see core/passes/repeat.h; "1f1b" alone
+  int weight_versions = 1;  ///< copies of its weights that a rank keeps
+  Hosts hosts;              ///< of every rank, as ClusterModel::hosts
 
   std::optional<std::int64_t> memory_limit;  ///< bytes of a rank
   std::optional<std::int64_t> pool_limit;    ///< bytes of a rank's pool

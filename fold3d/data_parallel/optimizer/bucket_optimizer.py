@@ -20,6 +20,8 @@ from fold3d.data_parallel.optimizer.host_copies import HostCopies
 from fold3d.data_parallel.optimizer.host_memory import host_memory, settings_on_host, to_host
 from fold3d.profile.optimizer import has_fused_step
 
+_UPDATE_BEFORE = "update_before"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -64,6 +66,7 @@ class BucketOptimizer:
         sharded: bool,
         copies: HostCopies | None = None,
         kernel: bool = False,
+        feeds_back: bool = False,
     ):
         """Args:
         tensors: what to step; each stands for its piece's parameter. Those of parameters that the optimizer does not
@@ -72,10 +75,13 @@ class BucketOptimizer:
             optimizer's.
         copies: of those of `tensors` that the optimizer has, in host memory, where they are stepped and the state lies.
         kernel: fold3d's kernel steps in the optimizer's place, see `check_steps`.
+        feeds_back: with u(t) for what the optimizer's step number t subtracts from a tensor, 2 u(t) - u(t-1) is
+            subtracted, so that what a late gradient has missed of the update before is made up for. u(t-1) is in the
+            state, under "update_before".
         """
         self._optimizer = optimizer
         self._sharded = sharded
-        self._copies, self._kernel = copies, kernel
+        self._copies, self._kernel, self._feeds_back = copies, kernel, feeds_back
         self._scale: Factor = 1.0  # what is left of the settings' coefficient
         number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         device = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
@@ -133,7 +139,10 @@ class BucketOptimizer:
         for group, kept in zip(self.twin.param_groups, settings.groups, strict=True):
             group.update(self._settings(kept))
         with self.memory():
-            self._step_twin(given)
+            if self._feeds_back:
+                self._step_feeding_back(given)
+            else:
+                self._step_twin(given)
         if self._copies is not None:
             self._copies.send(given)
         if self._lends:
@@ -149,6 +158,18 @@ class BucketOptimizer:
         self.twin.step()
         for _, tensor in self.tensors:
             tensor.grad = None
+
+    @torch.no_grad()
+    def _step_feeding_back(self, gradients: Mapping[int, Tensor]) -> None:
+        stepped = [tensor for piece, tensor in self.tensors if piece.index in gradients]
+        updates = [tensor.detach().clone() for tensor in stepped]
+        self._step_twin(gradients)
+        for tensor, update in zip(stepped, updates, strict=True):
+            update.sub_(tensor)
+            state = self.twin.state[tensor]
+            before = state.get(_UPDATE_BEFORE)
+            tensor.sub_(update if before is None else update - before)
+            state[_UPDATE_BEFORE] = update
 
     def memory(self) -> AbstractContextManager[None]:
         """Returns the context in which tensors of the state are made."""

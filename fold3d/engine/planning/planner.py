@@ -313,6 +313,8 @@ def propose(
         pool_limit=_pool_limit(config, world) if copied else config.pool_size,
         preempt=config.preempt,
         may_split=topology.tp == 1 and not compiled,
+        flush=config.flush,
+        delay_correction=config.delay_correction,
         action_seconds=ACTION_SECONDS,
         bucket_seconds=BUCKET_SECONDS,
         **copies,
