@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import logging
-import pickle
 import shutil
 import tempfile
 import time
@@ -72,9 +71,9 @@ SCALER = "scaler.pt"
 TRAINER_STATE = "trainer_state.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SaveUnderWay:
-    """A checkpoint that is being written; the same on every rank."""
+    """A checkpoint that is being written, and what this rank brings into it besides tensors."""
 
     folder: CheckpointFolder
     at: tuple[int, float | None]
@@ -87,12 +86,7 @@ class SaveUnderWay:
     """Folder of the best checkpoint so far, this one included."""
     is_async: bool
     """Whether training goes on meanwhile."""
-
-
-@dataclass(slots=True)
-class Collected:
-    """What this rank brings into a checkpoint besides tensors."""
-
+    begun: float = field(default_factory=time.monotonic)
     random_state: dict[str, bytes] = field(default_factory=dict)
     """By name of the file."""
     late_settings: list[dict[str, Any]] | None = None
@@ -128,7 +122,7 @@ class CheckpointingTrainer(transformers.Trainer):
     """Whether what is saved now is only noted, in `_background`."""
     _writers: tuple[WorldGroup, WorldGroup] | None = None
     """The ranks as the threads that write meet, and the group of the engine that they belong to."""
-    _kept_files: tuple[bytes, dict[str, bytes]] = b"", {}
+    _kept_files: tuple[tuple[Any, ...], dict[str, bytes]] = (), {}
     """What `_save_all_but_weights` has written, and of what."""
     _save_under_way: SaveUnderWay | None = None
     _told_of_folder = _told_of_copies = False
@@ -295,9 +289,9 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _keep_all_but_weights(self, folder: Path) -> None:
         """As `_save_all_but_weights`; files of a tokenizer take long, and are those of the save before."""
-        configs = [getattr(self.model, name, None) for name in ("config", "generation_config")]
+        describing: Any = [self.args, *(getattr(self.model, name, None) for name in ("config", "generation_config"))]
         words = len(self.processing_class) if isinstance(self.processing_class, Sized) else None
-        made_of = pickle.dumps((self.args.to_json_string(), words, [one and one.to_json_string() for one in configs]))
+        made_of = words, *(one and one.to_json_string() for one in describing)
         before = set(folder.iterdir())
         if made_of == self._kept_files[0]:
             for name, content in self._kept_files[1].items():
@@ -318,7 +312,6 @@ class CheckpointingTrainer(transformers.Trainer):
         folder = CheckpointFolder(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
         self.store_flos()
         with self.engine.supervise(f"saving {folder.final}"):
-            begun = time.monotonic()
             save = SaveUnderWay(
                 folder=folder,
                 at=(self.state.global_step, self.state.epoch),
@@ -327,41 +320,40 @@ class CheckpointingTrainer(transformers.Trainer):
                 best=self._best_checkpoint(folder.final),
                 is_async=is_async,
             )
-            collected = self._collect(save)
+            self._collect(save)
             if is_async:
-                self._write_meanwhile(save, collected, begun)
+                self._write_meanwhile(save)
             else:
-                self._write(save, collected, begun, self.engine.world, self._background.take())
+                self._write(save, self.engine.world, self._background.take())
         self._save_under_way = save
         if not is_async:
             self._commit()
 
-    def _collect(self, save: SaveUnderWay) -> Collected:
-        """Notes in `_background` which tensors this rank brings, and returns the rest. Process 0 makes the folder, with
-        its small files. What goes wrong is told when the ranks meet."""
-        collected, temporary = Collected(), str(save.folder.temporary)
+    def _collect(self, save: SaveUnderWay) -> None:
+        """Notes in `_background` which tensors this rank brings, and in `save` the rest. Process 0 makes the folder,
+        with its small files. What goes wrong is told when the ranks meet."""
+        temporary = str(save.folder.temporary)
         known, self._collects = self.state.best_model_checkpoint, True
         try:
             if self.args.should_save:
                 save.folder.begin()
             if not self.args.save_only_model:  # before anything that one rank alone may fail in: here all meet
-                collected.late_settings = self._collect_late_gradients(save.folder.temporary)
+                save.late_settings = self._collect_late_gradients(save.folder.temporary)
             self.save_model(temporary, _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(temporary)
                 with tempfile.TemporaryDirectory() as private:
                     self._save_rng_state(private)
-                    collected.random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
+                    save.random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
             if self.args.should_save:
                 self.state.best_model_checkpoint = save.best
                 self._save_trainer_state(save.folder.temporary)
         except Exception as failure:
-            collected.error = failure
+            save.error = failure
         finally:
             self._collects, self.state.best_model_checkpoint = False, known
-        return collected
 
-    def _write_meanwhile(self, save: SaveUnderWay, collected: Collected, begun: float) -> None:
+    def _write_meanwhile(self, save: SaveUnderWay) -> None:
         """Begins to copy what was collected, and to write the copies; every rank calls."""
         engine = self.engine
         if self._writers is None or self._writers[1] is not engine.world:
@@ -372,20 +364,18 @@ class CheckpointingTrainer(transformers.Trainer):
 
         def write(parts: list[Part]) -> None:
             self._say_copies(world)
-            self._write(save, collected, begun, world, parts)
+            self._write(save, world, parts)
             world.progress.take_met()  # which nobody asks for
 
         self._background.start(engine.topology, write)
-        if collected.late_settings is not None:  # backwards go on in the same memory
+        if save.late_settings is not None:  # backwards go on in the same memory
             self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
         """Returns when weights and the optimizer's state may change."""
         self._background.wait_for_copies(self.args.ddp_timeout)
 
-    def _write(
-        self, save: SaveUnderWay, collected: Collected, begun: float, world: WorldGroup, parts: list[Part]
-    ) -> None:
+    def _write(self, save: SaveUnderWay, world: WorldGroup, parts: list[Part]) -> None:
         """Writes a checkpoint, and gives its folder its name. Every rank calls; with a save under way, in a thread.
 
         Raises: on all ranks, when it fails on one; there is no such folder then.
@@ -393,19 +383,19 @@ class CheckpointingTrainer(transformers.Trainer):
         folder, what, patience = save.folder, f"saving {save.folder.final}", self.args.ddp_timeout
         try:
             with together(what, world, patience):
-                if collected.error is not None:
-                    raise collected.error
+                if save.error is not None:
+                    raise save.error
             delivery = self._new_delivery(folder.temporary, world, is_async=save.is_async)
             for part in parts:
                 with together(what, world, patience):
                     part.deliver(delivery)
-            shares = world.gather(collected.random_state, timeout=patience)
+            shares = world.gather(save.random_state, timeout=patience)
             with together(what, world, patience):
                 if shares is not None:  # rank 0 writes all files: other hosts may not see its folder
                     for name, content in ((n, c) for share in shares for n, c in share.items()):
                         (folder.temporary / name).write_bytes(content)
                     delivery.finish()
-                    late = collected.late_settings
+                    late = save.late_settings
                     manifest.write(folder.temporary, step_index=save.step_index, batch=save.batch, late_settings=late)
                     folder.commit()
         except Exception:
@@ -413,7 +403,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 if self.args.should_save:
                     folder.discard()
             raise
-        self._seconds_of_save = time.monotonic() - begun
+        self._seconds_of_save = time.monotonic() - save.begun
 
     def _commit(self) -> None:
         """Waits for the save that is under way, if there is one, and tells who wants to know; every rank calls."""

@@ -572,8 +572,8 @@ class Trainer(SearchingTrainer):
         flags = self.callback_handler.flags
         if self._save_under_way is not None and not flags.heard(_WRITING):
             self._commit()
-        if flags.heard(_PREEMPTED) and self._preempted is None:
-            self._save_preempted()
+        if flags.heard(_PREEMPTED) and self._preempted is None:  # saved below, with what is logged of the step
+            self.control.should_evaluate = self.control.should_save = False
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._share_loss_state()
         is_ended, self._may_end_evaluation = False, self._preempted is None

@@ -190,7 +190,7 @@ class Campaign:
                 shutil.copytree(reference / name, folder / "out" / name)
         if case.outcome in (IS_PASSED_OVER, IS_REFUSED):
             _damage(folder / "out/checkpoint-4" / case.moment, case.kind, self)
-        silent = case.kind in ("SIGSTOP", "hang")
+        silent = case.kind in ("SIGSTOP", "hang", "busy")
         ended = run(folder, case.layout, case, 5.0 if silent else 60.0)
         row = {"case": case.name, "kind": case.kind, "moment": case.moment, "layout": case.layout}
         row |= {"outcome": case.outcome, "seconds": self._check(case, ended, folder)}

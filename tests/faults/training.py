@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pkgutil
@@ -64,6 +65,7 @@ class Trap:
             "pause": lambda: os.kill(os.getpid(), signal.SIGSTOP),
             "slow": lambda: time.sleep(NAP),
             "hang": lambda: time.sleep(4 * SHORT),
+            "busy": lambda: ctypes.PyDLL(None).sleep(round(2 * SHORT)),
             "fork": _fork,
             "clock jump": _jump,
             "link down": _cut_links,
