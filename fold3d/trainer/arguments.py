@@ -129,6 +129,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "batch stays that of the checkpoint. Default: train() begins anew unless it is given one."
         },
     )
+    preemption_grace: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds from the signal until the processes are killed, with enable_jit_checkpoint: a checkpoint "
+            "that would not be complete by then, as long as the last one took, is not begun, and the last one counts. "
+            "Default: what torchrun and Slurm say."
+        },
+    )
     exit_when_preempted: bool = field(
         default=False,
         metadata={
@@ -253,6 +261,13 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.exit_when_preempted and not self.enable_jit_checkpoint:
             raise ConfigError(
                 "exit_when_preempted=True has no effect without enable_jit_checkpoint=True, which saves at a signal"
+            )
+        grace = self.preemption_grace
+        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace > 0):
+            raise ConfigError(f"preemption_grace={grace!r}: must be a number of seconds greater than 0")
+        if grace is not None and not self.enable_jit_checkpoint:
+            raise ConfigError(
+                "preemption_grace has no effect without enable_jit_checkpoint=True, which saves at a signal"
             )
         if self.resume == AUTO:
             self._keep_global_batch(world_size)

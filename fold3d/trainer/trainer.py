@@ -43,7 +43,7 @@ from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
-from fold3d.trainer.preemption import Preempted, is_asked_to_end, seconds_since_asked, without_waiting
+from fold3d.trainer.preemption import EvaluationEndedError, Preempted, is_asked_to_end, time_left, without_waiting
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.same_arguments import compare_arguments
@@ -83,6 +83,7 @@ class Trainer(SearchingTrainer):
     _told_of_loss = False
     _gradients_are_read: bool | None = None  # until a training has begun
     _preempted: Preempted | None = None
+    _may_end_evaluation = False
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Trainer(SearchingTrainer):
         self._place_model()
         self._evaluate_with_whole_model()
         require_super(self, lambda: self._waiting.added)
-        flush_before(self, lambda: self.engine.flush(), self.engine.topology.dp)
+        flush_before(self, self._flush, is_needed=self.engine.topology.dp > 1 or args.async_save)
         if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
 
@@ -157,10 +158,17 @@ class Trainer(SearchingTrainer):
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [without_waiting(callback) for callback in callbacks]
         FlushingHandler.adopt(
-            self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None
+            *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
+            flush=self._flush,
+            before_update=lambda: self._wait_for_copies(),
         )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
+
+    def _flush(self) -> None:
+        """The weights are about to be read, or changed, by somebody else."""
+        self.engine.flush()
+        self._wait_for_copies()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
@@ -362,7 +370,7 @@ class Trainer(SearchingTrainer):
     ) -> Any:
         with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
-            self._preempted = None
+            self._preempted = self._saved_step = None
             if resume_from_checkpoint is None and trial is None and self.args.resume == AUTO:
                 resume_from_checkpoint = self._last_checkpoint()
             self._gradients_are_read = None
@@ -412,6 +420,7 @@ class Trainer(SearchingTrainer):
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
+            self._wait_for_copies()
             self.optimizer.train()
         steps = self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
@@ -535,26 +544,50 @@ class Trainer(SearchingTrainer):
         else:
             super().log(logs, start_time)
 
+    def end_evaluation_if_asked(self) -> None:
+        """Raises EvaluationEndedError on all processes when one of them has been asked to end the training that the
+        evaluation belongs to; every process calls."""
+        if self._may_end_evaluation:
+            asked = torch.tensor(is_asked_to_end(self.callback_handler.callbacks))
+            with self.engine.supervise("asking whether the training shall end", meets=True):
+                self.engine.world.all_reduce(asked, torch.logical_or)
+            if asked:
+                raise EvaluationEndedError("the training has been asked to end")
+
     def _save_preempted(self) -> None:
-        """Saves a checkpoint of the step that has just ended, leaves a mark of it, and ends the training; every process
-        calls."""
-        started = time.perf_counter()
+        """Saves a checkpoint of the step that has just ended, unless there is one or it would not be complete in time,
+        leaves a mark of it, and ends the training; every process calls."""
+        started, grace = time.perf_counter(), self.args.preemption_grace
         self._share_loss_state()
-        self._save_now(None, is_async=False)
-        seconds = torch.tensor(max(time.perf_counter() - started, seconds_since_asked(self.callback_handler.callbacks)))
-        self.engine.world.all_reduce(seconds, torch.maximum, timeout=self.args.ddp_timeout)
+        self._commit()
+        seconds, left = time_left(self.callback_handler.callbacks, grace)
+        hurry = torch.tensor([self._seconds_of_save, -left])
+        self.engine.world.all_reduce(hurry, torch.maximum, timeout=self.args.ddp_timeout)
+        needed, left = float(hurry[0]), -float(hurry[1])
+        if self._saved_step is not None and self._saved_step < self.state.global_step and needed > left:
+            logger.warning(
+                "the last checkpoint took %.1f s, and %.1f s are left (preemption_grace): step %s is not saved, "
+                "checkpoint-%s counts",
+                *(needed, left, self.state.global_step, self._saved_step),
+            )
+        elif self._saved_step != self.state.global_step:
+            self._save_now(None, is_async=False)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        seconds, _ = time_left(self.callback_handler.callbacks, grace)
+        longest = torch.tensor(max(time.perf_counter() - started, seconds))
+        self.engine.world.all_reduce(longest, torch.maximum, timeout=self.args.ddp_timeout)
         tokens, steps = self._tokens_trained(), self.state.global_step - self._initial_global_step
+        saved = self.state.global_step if self._saved_step is None else self._saved_step
         self._preempted = Preempted(
-            step=self.state.global_step,
-            checkpoint=f"checkpoint-{self.state.global_step}",
-            seconds=round(float(seconds), 3),
-            tokens_done=round(tokens / steps * self.state.global_step) if tokens else None,
-            tokens_left=round(tokens / steps * (self.state.max_steps - self.state.global_step)) if tokens else None,
+            step=saved,
+            checkpoint=f"checkpoint-{saved}",
+            seconds=round(float(longest), 3),
+            tokens_done=round(tokens / steps * saved) if tokens else None,
+            tokens_left=round(tokens / steps * (self.state.max_steps - saved)) if tokens else None,
         )
         with self._together("marking the end of the training"):
             if self.args.should_save:
                 self._preempted.write(Path(self._get_output_dir(None)))
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control.should_save = self.control.should_evaluate = False
         self.control.should_training_stop = True
 
@@ -565,14 +598,24 @@ class Trainer(SearchingTrainer):
     def end(self) -> None:
         """Stops communication and destroys the process groups; the last thing a script may do."""
         self.engine.close()
+        if self._writers is not None:
+            self._writers[0].close()
         super().end()  # type: ignore[no-untyped-call]
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         flags = self.callback_handler.flags
         if self._save_under_way is not None and not flags.heard(_WRITING):
             self._commit()
-        if flags.heard(_PREEMPTED) and self._preempted is None:
-            self._save_preempted()
+        if flags.heard(_PREEMPTED) and self._preempted is None:  # saved below, with what is logged of the step
+            self.control.should_evaluate = self.control.should_save = False
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._share_loss_state()
-        super()._maybe_log_save_evaluate(*args, **named)
+        is_ended, self._may_end_evaluation = False, self._preempted is None
+        try:
+            super()._maybe_log_save_evaluate(*args, **named)
+        except EvaluationEndedError:
+            is_ended = True
+        finally:
+            self._may_end_evaluation = False
+        if (is_ended or flags.heard(_PREEMPTED)) and self._preempted is None:
+            self._save_preempted()

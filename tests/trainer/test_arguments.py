@@ -64,6 +64,7 @@ def test_new_arguments_have_help() -> None:
         "weights",
         "async_save",
         "resume",
+        "preemption_grace",
         "exit_when_preempted",
     ]
     text = HfArgumentParser(TrainingArguments).format_help()  # type: ignore[arg-type]
@@ -248,6 +249,10 @@ def test_what_has_no_effect_in_saving_is_refused() -> None:
         arguments(resume="last")
     with pytest.raises(ConfigError, match="async_save=True has no effect with save_strategy='no'"):
         arguments(async_save=True, save_strategy="no")
+    with pytest.raises(ConfigError, match="preemption_grace has no effect without enable_jit_checkpoint"):
+        arguments(preemption_grace=20.0)
+    with pytest.raises(ConfigError, match="preemption_grace=0: must be a number of seconds greater than 0"):
+        arguments(preemption_grace=0, enable_jit_checkpoint=True)
     with pytest.raises(ConfigError, match="exit_when_preempted=True has no effect without enable_jit_checkpoint"):
         arguments(exit_when_preempted=True)
 
