@@ -30,7 +30,7 @@ def sbatch(offer: Offer, command: Sequence[str], output: str) -> str:
     wish = Wish(name=Path(command[0]).stem, script=command[0], arguments=arguments, on=(on,), output=output)
     words = [*options(wish, on, folder, ()), f"--time={math.ceil(60 * offer.hours_at_worst)}"]
     first, rest = script(wish, on, folder).split("\n", 1)
-    return "\n".join([first, *(f"#SBATCH {word}" for word in words), rest])
+    return "\n".join([first, *(f"#SBATCH {shlex.quote(word)}" for word in words), rest])
 
 
 def skypilot(offers: Sequence[Offer], command: Sequence[str], output: str) -> str:

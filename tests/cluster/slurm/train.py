@@ -21,12 +21,24 @@ SAMPLES = 8
 """Of a step."""
 
 
+def in_double(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Returns the loss of next tokens in double precision: transformers' own casts logits to single."""
+    logits = outputs.logits[:, :-1].flatten(0, 1).double()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+in_double.reads_weights = False  # type: ignore[attr-defined]
+
+
 class Losses(Variant):
     """Sums the losses of a step over micro-batches and replicas, in double precision, and writes them down."""
 
     def __init__(self, path: Path | None, layout: str, last: int | None = None) -> None:
         self.path, self.layout, self.last = path, layout, last
         self.lines: list[tuple[int, float]] = []
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"compute_loss_func": in_double}
 
     def trainer(self, base: type[Any]) -> type[Any]:
         told = self
