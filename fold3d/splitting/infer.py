@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -103,16 +104,15 @@ class Numbers:
         """Returns which results are parts on a rank, or None if a rank does not compute what it should."""
         results: list[Any] = []
         for rank in range(self._tp):
-            undo: list[Callable[[], None]] = []
+            widths = set_widths(self._probe.block, split, rank)
+            attributes = (set_attribute(self._probe.block, one) for one in split.attributes)
             try:
-                undo += set_widths(self._probe.block, split, rank)
-                undo += [set_attribute(self._probe.block, one) for one in split.attributes]
-                seen = self._run(drafts, split, rank)
+                with ExitStack() as undo:
+                    for one in itertools.chain(widths, attributes):
+                        undo.callback(one)
+                    seen = self._run(drafts, split, rank)
             except Exception:
                 return None
-            finally:
-                while undo:
-                    undo.pop()()
             if not _equal(seen, self._expected(drafts, rank)):
                 return None
             results.append(self._probe.output)
