@@ -21,9 +21,15 @@ from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
 from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
-from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
+from fold3d.engine.planning.agreed_recording import (
+    agreed_graph,
+    agreed_layout,
+    buckets_of,
+    layout_of,
+    parameters_of,
+    settings_of,
+)
 from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.shared import buckets_of, layout_of, parameters_of, settings_of
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.errors import ConfigError, SplitError
 from fold3d.observe.announce import announce
