@@ -36,7 +36,7 @@ class MachinePlans:
 
         Raises: ConfigError, TraceError for a model that cannot be recorded.
         """
-        from fold3d.profile.assumed import assumed_profile
+        from fold3d.profile.layers import assumed_profile
         from fold3d.trace import trace
 
         model, example = model_option.load(options)

@@ -442,8 +442,7 @@ class _Layers:
 
         from fold3d.device import default_device
         from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-        from fold3d.profile.assumed import assumed_profile
-        from fold3d.profile.layers import profile_model
+        from fold3d.profile.layers import assumed_profile, profile_model
         from fold3d.stage.recompute import check_patterns
         from fold3d.trace import trace
 

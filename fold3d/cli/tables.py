@@ -80,7 +80,7 @@ def sharding_table(
 ) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]], list[str]]:
     """Returns header, rows and what stands below them. Raises: ConfigError or TraceError."""
     from fold3d.splitting import plan_sharding
-    from fold3d.splitting.table import table
+    from fold3d.splitting.overrides import table
 
     plan = plan_sharding(model, traced, example or {}, tp, overrides, sequence_parallel=True)
     found = table(model, plan)

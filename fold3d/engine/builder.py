@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,16 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts, join_nic_arbiter
+from fold3d.comms.rings import Hosts, connect_replicas, connect_shards, find_hosts, join_nic_arbiter
 from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
-from fold3d.data_parallel.late.exchange import Exchange
 from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.late.versioned import Predicted
-from fold3d.data_parallel.late.without_flush import Told, WithoutFlush
+from fold3d.data_parallel.late.without_flush import WithoutFlush
 from fold3d.data_parallel.one_replica import OneReplica
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
@@ -41,6 +41,7 @@ from fold3d.faults.supervisor import Supervisor
 from fold3d.observe.announce import announce
 from fold3d.observe.memory import MemoryWatch
 from fold3d.plan.programs import Programs
+from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
 from fold3d.stage.loss_reads import ShardReads
@@ -78,11 +79,12 @@ def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: 
     topology, planned = world.topology, model.planned
     job, expected = (None, None) if planned is None else (planned[0], planned[1].peaks[topology.pp_rank].bytes)
     less = LessMemory(job=job, strategy=model.strategy, config=model.config, dp=topology.dp, device=device)
-    memory = MemoryWatch(device, model.config.memory_size, expected, less.curves)
+    memory = MemoryWatch(device, model.config.memory_size, expected, less.curves, less.changes)
     with supervisor.progress.during("building the engine", meets=True):
         try:
-            with memory.explains(less.changes):
-                return _connect(model, supervisor, world, device, undo, memory, less)
+            with memory.explains():
+                links = Links.make(model, supervisor, world, device, undo)
+                return _built(model, supervisor, links, undo, memory)
         except BaseException as error:
             message = "" if isinstance(error, Fold3dError) else supervisor.fail(error)
             supervisor.close()
@@ -92,81 +94,79 @@ def connect(model: CutModel, supervisor: Supervisor, world: WorldGroup, device: 
             raise RankError(message) from error
 
 
-def _connect(
-    model: CutModel,
-    supervisor: Supervisor,
-    world: WorldGroup,
-    device: torch.device,
-    undo: ExitStack,
-    memory: MemoryWatch,
-    less: LessMemory,
-) -> BuiltRank:
-    cut, config, topology, progress = model.cut, model.config, world.topology, supervisor.progress
-    over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
-    groups = Groups(topology, device, timeout, cut.placement.submeshes(), with_p2p=not over_tcp, world=world)
-    progress.life.end_with(groups)
-    undo.callback(groups.close)
-    undo.callback(progress.life.forget, groups)
-    # Late sums have a whole step to travel; what is gathered is needed first.
-    late = config.gradient_delay > 0
-    arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device, gathers_first=late)
-    hosts, clock = find_hosts(groups), _C.StreamClock(device)
-    makes_room = topology.dp > 1 and config.preempt and hosts.messages
-    shards: _C.TensorSync | None = None
-    if topology.tp > 1:
-        shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
-        progress.life.end_with(shards)
-        undo.callback(shards.close)
-        undo.callback(progress.life.forget, shards)
+def _ends_with(one: Any, life: Lifetime, undo: ExitStack) -> None:
+    """A failure of the job aborts what communicates; `undo` closes it."""
+    life.end_with(one)
+    undo.callback(one.close)
+    undo.callback(life.forget, one)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """What connects one rank with the others."""
+
+    groups: Groups
+    over_tcp: bool
+    """Whether messages and sums have connections of fold3d's own."""
+    arbiter: _C.NicArbiter
+    hosts: Hosts
+    clock: _C.StreamClock
+    makes_room: bool
+    """Whether sums of gradients make room for messages."""
+    shards: _C.TensorSync | None
+    """With the ranks that share this one's weights."""
+    rings: _C.BucketSync | NoReplicas
+
+    @classmethod
+    def make(
+        cls, model: CutModel, supervisor: Supervisor, world: WorldGroup, device: torch.device, undo: ExitStack
+    ) -> Links:
+        """All ranks of the job call."""
+        config, topology, life = model.config, world.topology, supervisor.progress.life
+        over_tcp, timeout = uses_tcp(config.transport, device), config.timeout_seconds
+        submeshes = model.cut.placement.submeshes()
+        groups = Groups(topology, device, timeout, submeshes, with_p2p=not over_tcp, world=world)
+        _ends_with(groups, life, undo)
+        # Late sums have a whole step to travel; what is gathered is needed first.
+        late = config.gradient_delay > 0
+        arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device, gathers_first=late)
+        hosts, clock = find_hosts(groups), _C.StreamClock(device)
+        makes_room = topology.dp > 1 and config.preempt and hosts.messages
+        shards: _C.TensorSync | None = None
+        if topology.tp > 1:
+            shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=hosts)
+            _ends_with(shards, life, undo)
+        rings: _C.BucketSync | NoReplicas = NoReplicas()
+        if topology.dp > 1:
+            rings = connect_replicas(
+                *(topology, groups, arbiter, device, timeout),
+                over_tcp=over_tcp,
+                hosts=hosts,
+                makes_room=makes_room,
+                clock=clock,
+            )
+        return cls(
+            groups=groups, over_tcp=over_tcp, arbiter=arbiter, hosts=hosts, clock=clock, makes_room=makes_room,
+            shards=shards, rings=rings,
+        )  # fmt: skip
+
+
+def _built(model: CutModel, supervisor: Supervisor, links: Links, undo: ExitStack, memory: MemoryWatch) -> BuiltRank:
+    cut, config, groups, progress, clock = model.cut, model.config, links.groups, supervisor.progress, links.clock
+    topology = groups.topology
     way = TP_OVERLAP.of(model.strategy) if topology.tp > 1 else "none"
-    overlap = OverlapTrial(way, partial(_slowest, world), model.overlap_limit)
-    cut.group.connect(shards, lambda: overlap.fuses)
+    overlap = OverlapTrial(way, partial(_slowest, groups.world), model.overlap_limit)
+    cut.group.connect(links.shards, lambda: overlap.fuses)
     _share_weights(cut, groups)
-    if topology.dp > 1:
-        rings: _C.BucketSync | NoReplicas = connect_replicas(
-            *(topology, groups, arbiter, device, timeout),
-            over_tcp=over_tcp,
-            hosts=hosts,
-            makes_room=makes_room,
-            clock=clock,
-        )
-    else:
-        rings = NoReplicas()
-    sync = _gradient_sync(model, supervisor, topology, groups, rings, clock)
-    sharded = None
-    if topology.tp > 1:
-        assert cut.trace is not None, "what has shards was recorded"
-        summed = [name for name in cut.parameters if len(cut.placement.summed_over(name, topology.tp_rank).tp) > 1]
-        reads = ShardReads(cut.model, cut.parameters, cut.trace.blocks, summed)
-        sharded = partial(_sharded, model, _border_parts(model), reads, overlap)
-    peaks = None if model.planned is None else model.planned[1].peaks
-    offload = offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool)
-    divides = config.micro_batch_size is not None
-    executor = _C.Executor(
-        _chunks(model, topology, sync, sharded, PartDraws(cut.model) if divides else None),
-        topology.pp_rank,
-        topology.pp,
-        groups.p2p_names(),
-        device,
-        timeout,
-        topology.describe(topology.rank),
-        connect_stages(topology, world, timeout) if over_tcp and topology.pp > 1 else None,
-        arbiter,
-        list(hosts.stages),
-        offload,
-        clock,
-        makes_room,
-        topology.style,
-    )
+    sync = _gradient_sync(model, supervisor, links)
+    executor = _executor(model, links, sync, overlap)
     for part in (executor, sync):
-        progress.life.end_with(part)
-        undo.callback(part.close)
-        undo.callback(progress.life.forget, part)
+        _ends_with(part, progress.life, undo)
     progress.follow(executor)
     undo.callback(progress.follow, None)
-    keep = [] if offload is None else [keeper(executor, cut.model)]
-    counting = shards if device.type == "cpu" else None  # which hears of tensors in host memory only
-    recorder = StepRecorder(executor, sync, arbiter, progress, clock, topology.pp_rank, counting)
+    keep = [keeper(executor, cut.model)] if offloaded_chunks(model.strategy) else []
+    counting = links.shards if groups.device.type == "cpu" else None  # which hears of tensors in host memory only
+    recorder = StepRecorder(executor, sync, links.arbiter, progress, clock, topology.pp_rank, counting)
     undo.callback(recorder.close)
     pipeline = Pipeline(topology, groups, executor, progress, *keep)
     flow: Flow | MicroBatchFlow | None = None
@@ -175,16 +175,16 @@ def _connect(
     elif isinstance(sync, EachMicroBatch):
         flow = MicroBatchFlow(topology, pipeline, sync, recorder, progress)
     step = Step(
-        *(cut, topology, config.seed, device),
+        cut=cut,
+        groups=groups,
+        seed=config.seed,
         pipeline=pipeline,
         sync=sync,
         recorder=recorder,
-        replanner=Replanner(topology, groups, config, device, model.proposed, has_times=clock.tells_time),
+        replanner=Replanner(topology, groups, config, groups.device, model.proposed, has_times=clock.tells_time),
         overlap=overlap,
         supervisor=supervisor,
-        mean_over_replicas=lambda value: _mean(value, groups),
         memory=memory,
-        changes=less.changes,
         division=_division(model, pipeline),
         flow=flow,
     )
@@ -201,61 +201,69 @@ def _connect(
     )
 
 
-def _gradient_sync(
-    model: CutModel,
-    supervisor: Supervisor,
-    topology: Topology,
-    groups: Groups,
-    rings: _C.BucketSync | NoReplicas,
-    clock: _C.StreamClock,
-) -> DpSync | OneReplica:
-    """Returns what sums the gradients of one rank over its replicas, or only delays them.
+def _executor(model: CutModel, links: Links, sync: DpSync | OneReplica, overlap: OverlapTrial) -> _C.Executor:
+    cut, config, groups = model.cut, model.config, links.groups
+    topology, timeout = groups.topology, config.timeout_seconds
+    sharded = None
+    if topology.tp > 1:
+        assert cut.trace is not None, "what has shards was recorded"
+        summed = [name for name in cut.parameters if len(cut.placement.summed_over(name, topology.tp_rank).tp) > 1]
+        reads = ShardReads(cut.model, cut.parameters, cut.trace.blocks, summed)
+        sharded = partial(_sharded, model, _border_parts(model), reads, overlap)
+    peaks = None if model.planned is None else model.planned[1].peaks
+    divides = config.micro_batch_size is not None
+    return _C.Executor(
+        _chunks(model, topology, sync, sharded, PartDraws(cut.model) if divides else None),
+        topology.pp_rank,
+        topology.pp,
+        groups.p2p_names(),
+        groups.device,
+        timeout,
+        topology.describe(topology.rank),
+        connect_stages(topology, groups.world, timeout) if links.over_tcp and topology.pp > 1 else None,
+        links.arbiter,
+        list(links.hosts.stages),
+        offload_options(config, model.strategy, 0 if peaks is None else peaks[topology.pp_rank].pool),
+        links.clock,
+        links.makes_room,
+        topology.style,
+    )
 
-    Args:
-        rings: that move the buckets.
-    """
-    config, cut, progress, kernels = model.config, model.cut, supervisor.progress, model.config.kernels == "fold3d"
-    delay = config.gradient_delay
-    if topology.dp == 1 and not delay:
-        return OneReplica(cut, topology, groups, offload_optimizer=config.offload_optimizer, kernels=kernels)
+
+def _gradient_sync(model: CutModel, supervisor: Supervisor, links: Links) -> DpSync | OneReplica:
+    """Returns what sums the gradients of one rank over its replicas, or only delays them."""
+    config, cut, groups = model.config, model.cut, links.groups
+    topology = groups.topology
+    if topology.dp == 1 and not config.gradient_delay:
+        return OneReplica(cut, groups, config)
     if topology.dp > 1:
         schedule = BucketSchedule.make(model.buckets, model.strategy, topology.pp_rank)
     else:  # buckets of one replica, which nobody sums
         schedule = BucketSchedule.of(model.buckets, ["serial"] * (1 + len(model.buckets)), ())
 
     def read() -> None:
-        progress.life.check()
+        supervisor.progress.life.check()
         with supervisor.together("waiting for the weights of the last step"):
             made.settle()
 
-    wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
-    given = (rings, schedule, progress, clock, read, config.offload_optimizer, kernels, wire)
+    given = (cut, groups, config, links.rings, schedule, links.clock, read)
     if config.updates_each_micro_batch:
-        return _each_micro_batch(model, topology, groups, given, progress.life)
-    parts = (*given, delay, config.delay_correction == "error_feedback")
-    if config.delay_correction == "predict":
-        made = Predicted(cut, topology, groups, *parts)
-    elif config.flush:
-        made = DpSync(cut, topology, groups, *parts)
-    else:
-        exchange: Exchange[Told] = Exchange(topology, config.timeout_seconds, progress.life)
-        made = WithoutFlush(cut, topology, groups, *parts, exchange=exchange)
-    if delay and topology.rank == 0:
+        versions = _C.live_versions(config.weight_versions, topology.pp, topology.pp_rank)
+        if topology.rank == 0:
+            _announce_versions(model, topology.pp, versions)
+        return EachMicroBatch(*given, versions=versions)
+    kind = Predicted if config.delay_correction == "predict" else DpSync if config.flush else WithoutFlush
+    made = kind(*given)
+    if config.gradient_delay and topology.rank == 0:
         announce(logger, LATE.format(correction=config.delay_correction))
     return made
 
 
-def _each_micro_batch(
-    model: CutModel, topology: Topology, groups: Groups, given: tuple[Any, ...], life: Lifetime
-) -> EachMicroBatch:
-    rule, pp = model.config.weight_versions, topology.pp
-    versions = _C.live_versions(rule, pp, topology.pp_rank)
-    if topology.rank == 0:
-        own = model.cut.trainable().values()
-        more = text_of_bytes((versions - 1) * sum(p.numel() * p.element_size() for p in own))
-        announce(logger, EACH.format(rule=rule, delay=pp - 1, most=pp, own=versions, more=more))
-    exchange: Exchange[Tensor] = Exchange(topology, model.config.timeout_seconds, life)
-    return EachMicroBatch(model.cut, topology, groups, *given, versions=versions, exchange=exchange)
+def _announce_versions(model: CutModel, pp: int, versions: int) -> None:
+    """Says how many versions of weights there are, and what they take on this rank."""
+    more = text_of_bytes((versions - 1) * sum(p.numel() * p.element_size() for p in model.cut.trainable().values()))
+    rule = model.config.weight_versions
+    announce(logger, EACH.format(rule=rule, delay=pp - 1, most=pp, own=versions, more=more))
 
 
 def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
@@ -333,9 +341,3 @@ def _share_weights(cut: RankModel, groups: Groups) -> None:
     compound = [tensor for _, module in holders(cut.model) for tensor in held(module)]
     for tensor in [*(parameter.data for parameter in plain.values()), *buffers, *compound]:
         groups.data.broadcast(tensor, timeout=groups.world.patience)
-
-
-def _mean(value: Tensor, groups: Groups) -> Tensor:
-    mean = value.detach().clone()
-    groups.data.all_reduce(mean)
-    return mean / groups.topology.dp

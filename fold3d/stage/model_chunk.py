@@ -15,6 +15,7 @@ from fold3d.errors import SplitError
 from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.replay import ChangedBuffers
+from fold3d.stage.sharded_chunk import ShardedChunk
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
@@ -100,28 +101,6 @@ class ChunkSync(Protocol):
         """The chunk's last backward is done."""
 
 
-class ChunkSharding(Protocol):
-    """What a chunk does differently whose weights are spread over a tensor-parallel group."""
-
-    def receive(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what the chunk before returned, of what this rank received of it."""
-
-    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what this rank sends of what the chunk returned."""
-
-    def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
-        """Returns what the model's forward gives as this chunk; None: it is to run as everywhere."""
-
-    def watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Around the loss function's code: raises where it would not compute what one process does."""
-
-    def first(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
-        """Around a run that is repeated later: what it gets from other ranks is kept in `run`."""
-
-    def again(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
-        """Around the run that repeats it."""
-
-
 class PipelineChunk:
     """Runs one chunk of a SplitModel; the methods are called by the Executor on the thread that runs the step."""
 
@@ -132,7 +111,7 @@ class PipelineChunk:
         split: SplitModel | WholeModel,
         sync: ChunkSync,
         once: OncePerMicroBatch | None,
-        sharding: ChunkSharding | None = None,
+        sharding: ShardedChunk | None = None,
         draws: PartDraws | None = None,
         *,
         turn_to: Callable[[int, bool], None] | None = None,

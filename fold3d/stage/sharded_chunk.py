@@ -100,7 +100,7 @@ def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSpl
 
 
 class ShardedChunk:
-    """A ChunkSharding of one chunk; all ranks of the group make the same calls."""
+    """Of one chunk; all ranks of the group make the same calls."""
 
     def __init__(
         self,

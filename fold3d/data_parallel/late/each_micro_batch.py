@@ -25,16 +25,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
-from fold3d.config import CLIPPED_EACH_MICRO_BATCH
+from fold3d.config import CLIPPED_EACH_MICRO_BATCH, ParallelConfig
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.gradient_states import Event
 from fold3d.data_parallel.late.exchange import Exchange
-from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.late.versioned import Versioned
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.errors import ConfigError
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 
 class EachMicroBatch(Versioned):
@@ -45,21 +43,21 @@ class EachMicroBatch(Versioned):
     def __init__(
         self,
         cut: RankModel,
-        topology: Topology,
         groups: Groups,
-        sync: NoReplicas,
+        config: ParallelConfig,
         *rest: Any,
         versions: int,
-        exchange: Exchange[Tensor],
     ) -> None:
-        """Args:
-        rest: as DpSync takes them.
-        versions: that this stage has.
-        exchange: for losses and norms; closed with this.
+        """All ranks of the job call.
+
+        Args:
+            rest: as DpSync takes them.
+            versions: that this stage has.
         """
-        super().__init__(cut, topology, groups, sync, *rest, versions=versions)
-        self._exchange = exchange
-        self._stages = topology.pp
+        super().__init__(cut, groups, config, *rest, versions=versions)
+        life = groups.world.progress.life
+        self._exchange = Exchange[Tensor](groups.topology, config.timeout_seconds, life)  # of losses and norms
+        self._stages = groups.topology.pp
         self._begun = 0  # micro-batches
         self._version_of: dict[int, int] = {}  # by the number of a micro-batch that is in the pipeline
         self._settings: deque[Settings] = deque()  # of micro-batches whose updates are to come

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.gradient_states import Event, State
 from fold3d.data_parallel.late.exchange import Exchange
@@ -31,7 +32,6 @@ from fold3d.data_parallel.late.versioned import Versioned
 from fold3d.data_parallel.tied_buckets import TiedBuckets
 from fold3d.errors import ConfigError
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 Told = tuple[list[int], Tensor, Tensor]
 """Counts, the norm, and what `end_slice` was given, summed over the replica."""
@@ -43,19 +43,16 @@ class WithoutFlush(Versioned):
     def __init__(
         self,
         cut: RankModel,
-        topology: Topology,
         groups: Groups,
-        sync: _C.BucketSync | NoReplicas,
+        config: ParallelConfig,
+        rings: _C.BucketSync | NoReplicas,
         *rest: Any,
-        exchange: Exchange[Told],
     ) -> None:
-        """Args:
-        rest: as DpSync takes them; with late gradients.
-        exchange: for norms; closed with this.
-        """
-        super().__init__(cut, topology, groups, sync, *rest)
+        """All ranks of the job call. Args: as DpSync takes them; with late gradients."""
+        super().__init__(cut, groups, config, rings, *rest)
         assert self._late is not None
-        self._sync, self._exchange = sync, exchange
+        self._sync = rings
+        self._exchange = Exchange[Told](groups.topology, config.timeout_seconds, groups.world.progress.life)
         self._flowing = False  # micro-batches of the step before are in the pipeline
         self._in_slice = False
         self._micro_batches = 0
@@ -69,7 +66,7 @@ class WithoutFlush(Versioned):
         for _ in range(2):
             self._sets.append([copy.copy(bucket) for bucket in self.buckets])
             self._late.turn()
-        self._ties = [TiedBuckets(one, groups.ties, topology, exchange.progress) for one in self._sets]
+        self._ties = [TiedBuckets(one, groups.ties, groups.topology, self._exchange.progress) for one in self._sets]
 
     # A step
 
