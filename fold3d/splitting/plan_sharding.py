@@ -237,6 +237,7 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> t
     ways = (False, True) if differs_in_training(call) else (False,)
 
     def wrong_in(split: BlockSplit) -> str:
+        used.operators.clear()
         return next((wrong for training in ways if (wrong := prove(call, split, tp, training, used))), "")
 
     split = infer(call, tp, whole)
