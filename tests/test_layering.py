@@ -45,6 +45,7 @@ CPP_FOLDERS = (
         "runtime/c10d",
         "runtime/collectives",
         "runtime/skip",
+        "runtime/watch",
     ),
     *("runtime/memory", "ops", "ops/fused", "bindings"),
 )

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/block_forward.h"
+#include "bindings/operator_run.h"
 #include "runtime/kernels/kernel_ops.h"
 
 namespace py = pybind11;
@@ -35,6 +36,7 @@ PYBIND11_MODULE(_C, module) {
   fold3d::bindings::bind_core(module);
   fold3d::bindings::bind_forward_cursor(module);
   fold3d::bindings::bind_block_forward(module);
+  fold3d::bindings::bind_operator_run(module);
   fold3d::bindings::bind_nic_arbiter(module);  // before those whose signatures name it
   fold3d::bindings::bind_tcp_peers(module);
   fold3d::bindings::bind_stream_clock(module);

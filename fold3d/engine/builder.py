@@ -44,11 +44,12 @@ from fold3d.plan.programs import Programs
 from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
 from fold3d.plan.space.tp_overlap import KNOB as TP_OVERLAP
+from fold3d.splitting.prove_again import prove_again
 from fold3d.stage.loss_reads import ShardReads
 from fold3d.stage.model_chunk import OncePerMicroBatch, PartDraws, PipelineChunk
 from fold3d.stage.offload import keeper, offload_options
 from fold3d.stage.rank_model import RankModel
-from fold3d.stage.sharded_chunk import BorderParts, ShardedChunk
+from fold3d.stage.sharded_chunk import BorderParts, OperatorChecks, ShardedChunk
 from fold3d.stage.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.overlap_trial import OverlapTrial
 from fold3d.topology import Topology
@@ -209,7 +210,9 @@ def _executor(model: CutModel, links: Links, sync: DpSync | OneReplica, overlap:
         assert cut.trace is not None, "what has shards was recorded"
         summed = [name for name in cut.parameters if len(cut.placement.summed_over(name, topology.tp_rank).tp) > 1]
         reads = ShardReads(cut.model, cut.parameters, cut.trace.blocks, summed)
-        sharded = partial(_sharded, model, _border_parts(model), reads, overlap)
+        prove = partial(prove_again, cut.model, cut.trace, cut.parts.plan)
+        operators = OperatorChecks(cut.model, cut.operators, prove)
+        sharded = partial(_sharded, model, _border_parts(model), reads, overlap, operators)
     peaks = None if model.planned is None else model.planned[1].peaks
     divides = config.micro_batch_size is not None
     return _C.Executor(
@@ -292,8 +295,9 @@ def _chunks(
     numbers = topology.chunks(model.strategy.segments)
     without_graph = RECOMPUTE.of(model.strategy).without_graph(model.strategy.num_chunks)
     once = None
-    if len(numbers) > 1 or any(without_graph[number] for number in numbers):
-        once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else ())
+    repeats = len(numbers) > 1 or any(without_graph[number] for number in numbers)
+    if repeats or model.strategy.num_chunks > 1:
+        once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else (), repeats=repeats)
     last = model.strategy.num_chunks - 1
     return [
         PipelineChunk(
@@ -311,11 +315,12 @@ def _sharded(
     parts: BorderParts | None,
     reads: ShardReads,
     overlap: OverlapTrial,
+    operators: OperatorChecks,
     chunk: int,
 ) -> ShardedChunk:
     cut = model.cut
     sub = SubPipeline(chunk, cut.model, cut.apart, cut.group, shares_sequence=bool(cut.parts.plan.sequence))
-    return ShardedChunk(chunk, parts, sub, cut.group.kept, reads, lambda: overlap.in_halves)
+    return ShardedChunk(chunk, parts, sub, cut.group.kept, reads, lambda: overlap.in_halves, operators)
 
 
 def _border_parts(model: CutModel) -> BorderParts | None:

@@ -97,6 +97,8 @@ class BlockSplit:
     """Modules with parameters that did not run when it was proved."""
     unread: tuple[str, ...] = ()
     """Parameters of the others that nothing read then."""
+    operators: tuple[int, ...] = ()
+    """What ranks ran of torch when it was proved, as sequences of operators (`_C.OperatorRun`)."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
 
@@ -139,6 +141,8 @@ class SequenceSplit:
     """Whether it returns the whole hidden state: the last of them."""
     inner: tuple[InnerResult, ...] = ()
     """As `BlockSplit.inner`, where the sequence is shared."""
+    operators: tuple[int, ...] = ()
+    """As `BlockSplit.operators`, where the sequence is shared."""
 
 
 _AS_LISTS = (Attribute, Gathering, InnerResult)

@@ -292,6 +292,7 @@ def _proved(
     ways = (False, True) if differs_in_training(call) else (False,)
 
     def wrong_in(split: BlockSplit) -> str:
+        used.operators.clear()
         return next((wrong for training in ways if (wrong := prove(call, split, tp, training, used))), "")
 
     split = infer(call, tp, whole, reach)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fold3d._C import NumberSet
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.splitting.capture import CapturedCall
@@ -22,6 +23,7 @@ from fold3d.splitting.sites import Site, SiteMode
 from fold3d.splitting.torch_modes import DoubleMode, WithoutDraws
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.install import install_block
+from fold3d.tensor_parallel.operators import Operators, OperatorWatch
 from fold3d.tensor_parallel.random_draws import PartialDraws
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import paths_of
@@ -151,8 +153,7 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
     proof = _Proof(call, split, tp, training)
     wrong = proof.run()
     if used is not None:
-        used.modules.update(proof.used.modules)
-        used.parameters.update(proof.used.parameters)
+        used.add(proof.used)
     return wrong
 
 
@@ -162,6 +163,14 @@ class Used:
 
     modules: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
+    operators: Operators = field(default_factory=dict)
+    """What the ranks ran."""
+
+    def add(self, other: Used) -> None:
+        """What `other` says was used, too."""
+        self.modules |= other.modules
+        self.parameters |= other.parameters
+        self.operators |= other.operators
 
     def put_into(self, split: BlockSplit, block: nn.Module) -> BlockSplit:
         """Returns the split, which knows what of the block was not used when it was proved."""
@@ -170,20 +179,30 @@ class Used:
         unread = [name for name, _ in block.named_parameters() if name not in self.parameters]
         holders = {name: name.rpartition(".")[0] for name in unread}
         unrun = tuple(dict.fromkeys(one for one in holders.values() if one not in self.modules))
-        return replace(split, unrun=unrun, unread=tuple(name for name in unread if holders[name] not in unrun))
+        unread = [name for name in unread if holders[name] not in unrun]
+        return replace(split, unrun=unrun, unread=tuple(unread), operators=tuple(sorted(self.operators)))
 
 
 def prove_sequence(
-    call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit, training: bool = False
+    call: CapturedCall,
+    split: BlockSplit,
+    tp: int,
+    sequence: SequenceSplit,
+    training: bool = False,
+    used: Used | None = None,
 ) -> tuple[str, set[str]]:
     """Does what `prove` does for ranks that share the block's sequence, too, and returns besides which parameters that
     every rank holds whole have gradients that are to be summed over the ranks, of which the split does not say so.
 
     Args:
         sequence: of a block that is given the whole sequence and returns it.
+        used: what of the block is used is added to it.
     """
     proof = _Proof(call, split, tp, training, sequence)
-    return proof.run(), proof.summed
+    wrong = proof.run()
+    if used is not None:
+        used.add(proof.used)
+    return wrong, proof.summed
 
 
 class _Proof:
@@ -210,7 +229,7 @@ class _Proof:
         with runs.modes():
             _loss(output, weights).backward()  # type: ignore[no-untyped-call]
         try:
-            outputs = runs.ranks(self._split, sequence=self._sequence)
+            outputs = runs.ranks(self._split, sequence=self._sequence, operators=self.used.operators)
             with runs.modes():
                 torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -276,13 +295,22 @@ def shard_block(block: nn.Module, split: BlockSplit, rank: int, large: list[str]
 
 
 def install_as_rank(
-    block: nn.Module, split: BlockSplit, ops: EmulatedOps, sequence: SequenceSplit | None = None
+    block: nn.Module,
+    split: BlockSplit,
+    ops: EmulatedOps,
+    sequence: SequenceSplit | None = None,
+    operators: Operators | None = None,
 ) -> None:
-    """Puts the forwards of a split on an emulated rank's block, which shares its sequence, too, if that is given."""
+    """Puts the forwards of a split on an emulated rank's block, which shares its sequence, too, if that is given.
+
+    Args:
+        operators: what it runs is added to it.
+    """
     calls, parted = BlockCalls(ops), None
     if sequence is not None:
         parted = BlockSequence(block, sequence, SequenceLength(ops.size, ops.rank), ops, calls)
-    install_block(block, split, ops.rank, ops, calls, parted)
+    watch = None if operators is None else OperatorWatch(NumberSet(), operators.update)
+    install_block(block, split, ops.rank, ops, calls, parted, watch)
 
 
 def _set_buffers(block: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -418,8 +446,13 @@ class BlockRuns:
         modes: Sequence[PartialDraws] = (),
         watches: Sequence[Watch] = (),
         sequence: SequenceSplit | None = None,
+        operators: Operators | None = None,
     ) -> list[Any]:
-        """Returns what each rank's share of the block returns, run in a mode of its own if there are any."""
+        """Returns what each rank's share of the block returns, run in a mode of its own if there are any.
+
+        Args:
+            operators: what they run is added to it.
+        """
         self.blocks = [shard_block(self.block, split, rank, self.large) for rank in range(self._tp)]
         self.of_ranks = [_Inputs(self._call, self._with_grad) for _ in self.blocks]
         for block in self.blocks:
@@ -427,7 +460,7 @@ class BlockRuns:
 
         def as_rank(ops: EmulatedOps) -> Any:
             mine, rank = self.blocks[ops.rank], ops.rank
-            install_as_rank(mine, split, ops, sequence)
+            install_as_rank(mine, split, ops, sequence, operators)
             with modes[rank] if modes else nullcontext(), watches[rank](mine) if watches else nullcontext():
                 return mine(*self.of_ranks[rank].args, **self.of_ranks[rank].kwargs)
 

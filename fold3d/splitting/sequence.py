@@ -19,7 +19,7 @@ from fold3d.splitting.block_classes import differs_in_training
 from fold3d.splitting.capture import SAMPLES, CapturedCall
 from fold3d.splitting.inner_results import inner_results
 from fold3d.splitting.probe import Poison, Probe
-from fold3d.splitting.proof import prove_sequence
+from fold3d.splitting.proof import Used, prove_sequence
 from fold3d.splitting.readers import with_readers
 from fold3d.tensor_parallel.slices import paths_of, replace_argument
 from fold3d.trace.model_trace import Trace
@@ -194,6 +194,7 @@ class _FoundSplit:
     gathers: tuple[Gathering, ...]
     summed: frozenset[str]
     inner: tuple[InnerResult, ...]
+    operators: tuple[int, ...]
 
 
 def plan_sequence(
@@ -224,7 +225,7 @@ def plan_sequence(
         found = known[key]
         blocks[name] = SequenceSplit(
             hidden=link.hidden, result=link.result, dim=found.dim, gathers=found.gathers, begins=link.begins,
-            ends=link.ends, inner=found.inner,
+            ends=link.ends, inner=found.inner, operators=found.operators,
         )  # fmt: skip
         for parameter in sorted(found.summed):
             full = f"{name}.{parameter}"
@@ -248,14 +249,16 @@ def _of_class(name: str, call: CapturedCall, split: BlockSplit, hidden: Path, re
             tried = tuple(replace(one, sums=sums) for one in gathers)
             sequence = SequenceSplit(hidden=hidden, result=result, dim=dim, gathers=tried)
             summed: set[str] = set()
+            used = Used()
             for training in ways:
-                wrong, found = prove_sequence(call, split, tp, sequence, training)
+                wrong, found = prove_sequence(call, split, tp, sequence, training, used)
                 summed |= found
                 if wrong:
                     break
             else:
                 inner = inner_results(call, split, tp, sequence)
-                return _FoundSplit(dim, with_readers(call, split, tried), frozenset(summed), inner)
+                operators = tuple(sorted(used.operators))
+                return _FoundSplit(dim, with_readers(call, split, tried), frozenset(summed), inner, operators)
             reason = f"parts of it do not make up {name} ({wrong})"
     raise NoSequenceError(reason)
 

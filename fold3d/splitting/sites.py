@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fold3d._C import note_product
+from fold3d.tensor_parallel.operators import of_fold3d
+
 _T = torch.Tensor
 
 
@@ -69,8 +72,10 @@ class SiteMode(TorchFunctionMode):
         views = [self._view(arg) for arg in args[:3]]
         if any(view is not None for view in views) or any(self._view(v) is not None for v in kwargs.values()):
             if func in _PRODUCTS:
-                done = self._run_product(func, args, kwargs)
+                with of_fold3d():
+                    done = self._run_product(func, args, kwargs)
                 if done is not None:
+                    note_product()
                     return done
             elif views and views[0] is not None:
                 return self._run_view(func, views[0], args, kwargs)

@@ -14,9 +14,10 @@ from fold3d.comms.consistency import samples_of_values
 from fold3d.errors import SplitError
 from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
-from fold3d.stage.replay import ChangedBuffers
+from fold3d.stage.replay import ChangedBuffers, OwnBuffers
 from fold3d.stage.sharded_chunk import ShardedChunk
 from fold3d.stage.split_model import SplitModel
+from fold3d.stage.users_state import SharedValues
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.tensor_parallel.random_draws import PerSampleRandom
@@ -27,25 +28,35 @@ Run = Literal["only", "first", "again"]
 
 
 class OncePerMicroBatch:
-    """Around each chunk's run of a micro-batch, in a process that has several, or where a chunk runs twice.
+    """Around each chunk's run of a micro-batch, where the model is cut or a chunk runs twice.
 
-    The model's code in front of its blocks runs for every chunk, and all of a chunk that recomputes runs again. What is
-    drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is changed of buffers and modules'
-    attributes is changed once (`ChangedBuffers`); to change what the model is called with is an error.
+    In a process with several chunks the model's code in front of its blocks runs for each, and all of a chunk that
+    recomputes runs again. What is drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is
+    changed of buffers and modules' attributes is changed once (`ChangedBuffers`); to change what the model is called
+    with is an error. On every process micro-batches begin before the backwards of others: buffers are written to apart
+    (`OwnBuffers`), and global variables must not count (`SharedValues`).
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self._buffers = ChangedBuffers(model, blocks)
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, repeats: bool = True) -> None:
+        """Args:
+        repeats: whether any code of the model's runs several times in this process.
+        """
+        self._buffers = ChangedBuffers(model, blocks) if repeats else None
+        self._own, self._shared = OwnBuffers(model), SharedValues(model)
 
     @contextlib.contextmanager
     def around(self, chunk: int, micro_batch: MicroBatch, run: Run = "only") -> Iterator[None]:
         """Around the model's forward as a chunk. Raises: SplitError when that changed what it was called with."""
         inputs, again = _versions(micro_batch.loss.call), run == "again"
+        if self._buffers is None:
+            with self._own.around(chunk), self._shared.unchanged():
+                yield
+            return
         if again:
             buffers = self._buffers.again(micro_batch.before)
         else:
             buffers = self._buffers.of_chunk(chunk, micro_batch.before, recomputes=run == "first")
-        with micro_batch.drawn.once(chunk, again=again), buffers:
+        with micro_batch.drawn.once(chunk, again=again), buffers, self._own.around(chunk), self._shared.unchanged():
             yield
         changed = [name for name, now in _versions(micro_batch.loss.call).items() if now != inputs[name]]
         if changed:
@@ -122,7 +133,7 @@ class PipelineChunk:
         is_last: whether it is the model's last, whose results leave the pipeline.
         is_end: whether it is the last one on this rank.
         compares: other ranks have the same micro-batches, and must call the model with the same values.
-        once: of a process with several chunks, or of one that recomputes; None: this is the only one, and runs once.
+        once: of a model that is cut, or of a process that recomputes; None: this is the only chunk, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
         turn_to: of steps without a flush; told before each action the number of its micro-batch, and whether it is of
@@ -196,9 +207,13 @@ class PipelineChunk:
                     micro_batch.given.update(samples_of_values(loss.call.named()))
                 with around:
                     sent, output = self._run(micro_batch, received)
+                if self._sharding is not None:
+                    self._sharding.ran(loss)
                 if self._is_last:
                     with self._watched(micro_batch):
                         result = self._split.end(loss, output)
+                    if self._sharding is not None:
+                        self._sharding.ran(loss)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:

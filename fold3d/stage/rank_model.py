@@ -27,6 +27,7 @@ from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.install import install
+from fold3d.tensor_parallel.operators import BlockOperators
 from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
 from fold3d.topology import Topology
@@ -158,6 +159,7 @@ class RankModel:
         parameters: canonical name -> parameter with storage on this rank, in the model's order.
         placement: which stage holds which parameter.
         group: of the ranks that share its weights; who connects the ranks connects it.
+        operators: what its blocks have run that was not proved.
         parts: which part of each parameter is this rank's.
         shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
             that expands to the parameter's.
@@ -227,6 +229,7 @@ class RankModel:
         self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
+        self.operators = BlockOperators(self.parts.plan)
         self.resume()
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, blocks, recompute=again)
@@ -254,7 +257,7 @@ class RankModel:
             plan = self.parts.plan
             if plan.tp > 1:
                 allow_calls(self.model)
-                self._undo.append(install(self.model, plan, self.parts.rank, self.group))
+                self._undo.append(install(self.model, plan, self.parts.rank, self.group, self.operators))
                 self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
             if self._chunked_loss is not None:
                 self._undo.append(install_chunked_loss(self.model, self._chunked_loss, tells=self.parts.rank == 0))

@@ -253,6 +253,74 @@ class ChangedBuffers:
                     yield StatePlace(number, name, is_buffer), value
 
 
+class OwnBuffers:
+    """Buffers that forwards write to, in a process where other micro-batches run between the forward and the backward
+    of one: each has tensors of its own, which its graph keeps, so that backward finds what its forward found. Behind
+    the forward the module has its own tensor again, with the new values.
+
+    Of the user's modules: of what torch's own ones write, such as batch norms, no gradient depends.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if m._buffers and not type(m).__module__.startswith("torch.")]
+        self._written: set[tuple[int, str]] = set()
+        self._compared: set[tuple[int, tuple[bool, ...]]] = set()
+
+    @contextlib.contextmanager
+    def around(self, chunk: int) -> Iterator[None]:
+        """Around the run of a chunk.
+
+        What writes to `buffer.data` is not noticed: so in the first run of each mode, values are compared.
+        """
+        if not self._modules or not torch.is_grad_enabled():
+            yield
+            return
+        mode = (chunk, tuple(module.training for module in self._modules))
+        compares = mode not in self._compared
+        self._compared.add(mode)
+        every = [
+            (number, name, buffer)
+            for number, module in enumerate(self._modules)
+            for name, buffer in module._buffers.items()
+            if isinstance(buffer, Tensor) and not (buffer.is_meta or buffer.is_inference())
+        ]
+        copies: dict[int, Tensor] = {}
+        others: list[tuple[int, str, Tensor, int]] = []
+        held: list[tuple[int, str, Tensor, Tensor]] = []
+        for number, name, buffer in every:
+            if buffer.requires_grad or not (compares or (number, name) in self._written):
+                others.append((number, name, buffer, buffer._version))
+                continue
+            copied = copies.get(id(buffer))
+            copied = copies[id(buffer)] = _copy(buffer) if copied is None else copied
+            held.append((number, name, buffer, copied))
+            self._modules[number]._buffers[name] = copied
+        try:
+            yield
+        finally:
+            for number, name, buffer, copied in held:
+                holder = self._modules[number]._buffers
+                if holder.get(name, ABSENT) is not copied:
+                    continue  # another tensor: nobody writes to this one again
+                if (number, name) in self._written or copied._version or not _equal(copied, buffer):
+                    self._written.add((number, name))
+                    _write(buffer, copied)
+                holder[name] = buffer
+            for number, name, buffer, version in others:
+                holder = self._modules[number]._buffers
+                if holder.get(name) is buffer and buffer._version != version:
+                    self._written.add((number, name))
+                    holder[name] = _copy(buffer)  # this micro-batch's graph has the other one
+
+
+def _write(buffer: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if buffer.shape == value.shape and buffer.dtype == value.dtype:
+            buffer.copy_(value)
+        else:  # it got other memory
+            buffer.data = _copy(value)
+
+
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fold3d.errors import SplitError
+from fold3d.errors import ConfigError, SplitError
 from fold3d.sharding.split import SequenceSplit
 from fold3d.stage.loss_reads import ShardReads
+from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.sub_pipeline import SubPipeline
 from fold3d.tensor_parallel.kept_exchanges import KeptExchanges, KeptRun
+from fold3d.tensor_parallel.operators import BlockOperators
 from fold3d.tensor_parallel.region import Exchange, RegionOps
 from fold3d.tensor_parallel.slices import replace_leaf
 from fold3d.trace import Trace
+from fold3d.trace.arguments import Arguments, by_name
 from fold3d.trace.module_results import Value
 
 
@@ -99,6 +102,41 @@ def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSpl
     return trace.result(block, found[0]) if found else None
 
 
+class OperatorChecks:
+    """Of all chunks of a rank: has blocks proved again that have run other operators than when they were divided, or in
+    another order. All ranks of a group run alike, so each does that by itself."""
+
+    def __init__(
+        self, model: nn.Module, operators: BlockOperators, prove: Callable[[Arguments, str, Collection[int]], str]
+    ) -> None:
+        """Args:
+        prove: arguments of the model, name of a block, sequences of operators that it must run -> why its division does
+            not hold; "" where it does.
+        """
+        self._model, self._operators, self._prove = model, operators, prove
+
+    def check(self, loss: LossRun) -> None:
+        """Looks at what has run with the micro-batch of `loss`. Raises: ConfigError."""
+        for name, found, is_first in self._operators.take_new():
+            if loss.call is None:
+                reason = "the loss function calls it, or what holds it, by itself"
+            else:
+                arguments = by_name(self._model, *loss.call).reading(loss.only_loss)
+                try:
+                    reason = self._prove(arguments, name, () if is_first else found.keys())
+                except Exception as error:  # whatever a model's code does in a copy
+                    reason = f"it cannot be run by itself: {type(error).__name__}: {error}"
+            if reason:
+                last = ", ".join(dict.fromkeys(found.values()))
+                raise ConfigError(
+                    f"tp: {name} ({type(self._model.get_submodule(name)).__name__}) computes otherwise than with the "
+                    "first micro-batch (or the Engine's `example`), by which it was divided over the tensor-parallel "
+                    f"group: it runs {last} where it did not. The division does not hold for that ({reason}). "
+                    f"Have the first micro-batch do it, too, leave it whole with tp_plan={{'{name}*': 'replicate'}}, "
+                    "or set tp=1"
+                )
+
+
 class ShardedChunk:
     """Of one chunk; all ranks of the group make the same calls."""
 
@@ -110,14 +148,16 @@ class ShardedChunk:
         kept: KeptExchanges,
         reads: ShardReads,
         in_halves: Callable[[], bool],
+        operators: OperatorChecks,
     ) -> None:
         """Args:
         parts: None where nothing travels between stages.
         kept: what its modules exchange.
         in_halves: whether micro-batches of the step under way run in halves.
+        operators: looks at what blocks have run.
         """
         self._index, self._parts, self._sub, self._in_halves = index, parts, sub, in_halves
-        self._kept, self._reads = kept, reads
+        self._kept, self._reads, self._operators = kept, reads, operators
         self._first: KeptRun | None = None
         self._repeated: KeptRun | None = None
 
@@ -144,6 +184,13 @@ class ShardedChunk:
     def watched(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Around the loss function's code. Raises: ConfigError, in it, where that reads parts of weights."""
         return self._reads.watched()
+
+    def ran(self, loss: LossRun) -> None:
+        """The model's forward has run, or more of the loss function's code.
+
+        Raises: ConfigError when a block took a way for which its division does not hold.
+        """
+        self._operators.check(loss)
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns what the chunk before returned, of what this rank received of it."""

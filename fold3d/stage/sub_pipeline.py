@@ -18,7 +18,9 @@ from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues
 from fold3d.stage.split_model import SplitModel
+from fold3d.stage.users_state import SharedValues
 from fold3d.tensor_parallel.group import TensorParallelGroup
+from fold3d.tensor_parallel.operators import ways
 from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
@@ -111,8 +113,9 @@ class SubPipeline:
 
     The blocks run on parts of the micro-batch. Behind the last block the parts are joined, and what lies there, the
     head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
-    is checked with the first micro-batch of each form, which also runs whole, without a backward: where a sample's
-    values depend on others, micro-batches of this chunk stay whole, which is said once. Masks of dropout are those of
+    is checked with the first micro-batch of each form, and with each whose parts take different ways through the
+    blocks; these also run whole, without a backward: where a sample's values depend on others, micro-batches of this
+    chunk stay whole, which is said once. Masks of dropout are those of
     the whole micro-batch (`PerSampleRandom`).
 
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
@@ -176,10 +179,12 @@ class SubPipeline:
         if self.reason:
             return None
         try:
-            results = self._run_parts(micro_batch, found.parts, received)
+            results, are_alike = self._run_parts(micro_batch, found.parts, received)
         except RedrawError as error:
             self._keep_whole(str(error))
             return None
+        if expected is None and not are_alike:
+            expected = self._run_whole(micro_batch, received)
         if expected is not None and not self._compare(found.form, expected, results):
             return None
         return [
@@ -199,11 +204,14 @@ class SubPipeline:
         """Leaves no traces."""
         assert self._split is not None
         drawn, values = library_rng_state(), ModelValues(self._model)
-        with torch.no_grad():
+        shared: list[str] = []
+        with torch.no_grad(), SharedValues(self._model).put_back(shared):
             whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
         if not same_library_rng_state(drawn, library_rng_state()):
             set_library_rng_state(drawn)
             self._keep_whole("its forward draws from Python's or numpy's generator")
+        if shared:
+            self._keep_whole(f"its forward changes {', '.join(shared)}")
         buffers, attributes = values.restore()
         if buffers:
             self._keep_whole("its forward changes buffers")
@@ -213,24 +221,28 @@ class SubPipeline:
 
     def _run_parts(
         self, micro_batch: MicroBatch, parts: Sequence[SubMicroBatch], received: Sequence[Tensor]
-    ) -> list[list[Tensor]]:
+    ) -> tuple[list[list[Tensor]], bool]:
+        """Returns what each part gives, and whether all have taken the same way through the blocks: if not, what one
+        sample takes may depend on the others."""
         split, call = self._split, micro_batch.loss.call
         assert split is not None and call is not None
         inputs = list(zip(*(divide(tensor, parts) for tensor in received), strict=True)) or [()] * len(parts)
         modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
 
+        taken: list[list[frozenset[int]]] = [[] for _ in parts]
+
         def one(number: int) -> list[Tensor]:
             if number == 1 and len(parts) > 2:
                 self._group.turns.hand_over()
             part = ModelCall(call.module, (), parts[number].inputs)
-            with modes[number] if self._draws else contextlib.nullcontext():
+            with modes[number] if self._draws else contextlib.nullcontext(), ways() as taken[number]:
                 return split.body(self._index, micro_batch.loss, list(inputs[number]), micro_batch.key, part)
 
         self._group.begin_turns()
         functions = [lambda number=number: one(number) for number in range(len(parts))]
         results = self._group.turns.run(functions, [split], self._generators)
         self._draws = any(mode.used for mode in modes)
-        return results
+        return results, all(one == taken[0] for one in taken)
 
     def _compare(self, form: Form, expected: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> bool:
         """Learns how the parts' results make the whole one's; returns whether they do."""

@@ -11,7 +11,7 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -69,8 +69,8 @@ class _Long(NamedTuple):
     length: int
 
 
-Kind = type | CodeType | tuple[type]
-"""The class of an object, the code of a function; of a class the class, in a tuple."""
+Kind = type | CodeType | tuple[type, ...]
+"""Class of an object, code of a function; of a class the class, in a tuple; of buffers the module's and Tensor."""
 Version = Any
 """What differs once a value has changed."""
 
@@ -108,6 +108,17 @@ class Contents:
         """Returns the names of what was set, changed or deleted since `before`."""
         inside = {name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)}
         return inside | _set_since(before.values, self.values)
+
+    def counted(self, before: Contents) -> set[str]:
+        """Returns the names of what was there before, and is another number or text, or has another content, now; new
+        entries of a dictionary or a set are none."""
+        return {
+            name
+            for name, then in before._versions.items()
+            if then != self._versions.get(name, then)
+            and before.values[name] is not None
+            and not _has_grown(then, self._versions[name])
+        }
 
     def copies(self) -> dict[str, Any]:
         """Returns the values, with containers of their own."""
@@ -258,6 +269,52 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
     return found
 
 
+class SharedValues:
+    """Global variables and attributes of classes that the forwards of the user's modules use.
+
+    Where a model is cut, chunks of other micro-batches run between those of one, and other chunks in other processes:
+    what counts there, counts otherwise than in one process. What is made once, such as a table of masks, does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = dict.fromkeys(type(module) for module in model.modules() if _is_users(type(module).__module__))
+        functions = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+        self._spaces = [
+            space for space in namespaces_of([*functions, *kinds], model) if not isinstance(space.owner, nn.Module)
+        ]
+        self._flags: set[tuple[int, str]] = set()
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around the model's forward as a chunk. Raises: SplitError when such a value is another one behind it."""
+        before = [space.contents() for space in self._spaces]
+        yield
+        for number, name in self._counted(before):
+            if isinstance(self._spaces[number].values.get(name), bool) and (number, name) not in self._flags:
+                self._flags.add((number, name))  # that something has been done once
+                continue
+            raise SplitError(
+                f"the model's forward changes {name!r} ({self._spaces[number].what}). In a model that is cut, chunks "
+                "and micro-batches run in another order than in one process, and in several processes, so it would not "
+                "count what it counts there: keep it on the module (self.x), or set pp=1 and segments=1"
+            )
+
+    @contextlib.contextmanager
+    def put_back(self, changed: list[str]) -> Iterator[None]:
+        """Around a run that leaves no traces; the names of what it has changed are added to `changed`."""
+        before = [space.contents() for space in self._spaces]
+        values = [then.copies() for then in before]
+        yield
+        for number, name in self._counted(before):
+            changed.append(f"{name} ({self._spaces[number].what})")
+            _put_back(self._spaces[number].values, name, values[number].get(name))
+
+    def _counted(self, before: Sequence[Contents]) -> Iterator[tuple[int, str]]:
+        for number, (space, then) in enumerate(zip(self._spaces, before, strict=True)):
+            for name in sorted(space.contents().counted(then)):
+                yield number, name
+
+
 class ModelState:
     """What a loss function may set of a model.
 
@@ -277,6 +334,11 @@ class ModelState:
                 if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
                     seen.add(id(one))
                     self.namespaces.append(attributes_of(one))
+        self.namespaces += [
+            Namespace(module._buffers, (type(module), Tensor), f"buffer of {type(module).__name__}")
+            for module in model.modules()
+            if module._buffers
+        ]
         self._values = [space.values for space in self.namespaces]
 
     def contents(self) -> list[dict[str, Any]]:
@@ -284,21 +346,44 @@ class ModelState:
         return [{name: one for name, one in all_.items() if name not in _OF_EVERY_MODULE} for all_ in self._values]
 
     @staticmethod
-    def changed(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[int, set[str]]:
-        """Returns the names of what was set or deleted since `before`, by number of the namespace."""
-        pairs = enumerate(zip(now, before, strict=True))
+    def versions(of: list[dict[str, Any]]) -> dict[tuple[int, str], int]:
+        """Returns how often each tensor in some contents was written to, by number of the namespace and name."""
         return {
+            (number, name): one._version
+            for number, values in enumerate(of)
+            for name, one in values.items()
+            if isinstance(one, Tensor) and not one.is_inference()
+        }
+
+    @classmethod
+    def changed(
+        cls, now: list[dict[str, Any]], before: list[dict[str, Any]], versions: Mapping[tuple[int, str], int]
+    ) -> dict[int, set[str]]:
+        """Returns the names of what was set, written to or deleted since `before`, by number of the namespace.
+
+        Args:
+            versions: those of `before`.
+        """
+        pairs = enumerate(zip(now, before, strict=True))
+        found = {
             number: _set_since(then, one)
             for number, (one, then) in pairs
             if len(one) != len(then) or [name for name in one if name not in then or one[name] is not then[name]]
         }
+        for (number, name), version in cls.versions(now).items():
+            if versions.get((number, name), version) != version:
+                found.setdefault(number, set()).add(name)
+        return found
 
     @staticmethod
     def kept(now: list[dict[str, Any]], names: Mapping[int, Collection[str]]) -> list[dict[str, Any]]:
         """Returns the values that `names` had, by number, and what else is a number or text, as `Contents.kept`."""
         simple = _SIMPLE
         return [
-            {name: one if type(one) in simple or name in front else UNKNOWN for name, one in values.items()}
+            {
+                name: one if type(one) in simple else _apart(one) if name in front else UNKNOWN
+                for name, one in values.items()
+            }
             for number, values in enumerate(now)
             for front in (names.get(number, ()),)
         ]
@@ -306,6 +391,11 @@ class ModelState:
     def trained(self) -> list[bool]:
         """Returns which weights are trained."""
         return [one.requires_grad for one in self._parameters]
+
+
+def _apart(value: Any) -> Any:
+    """Returns a copy of a tensor, to which others may write meanwhile."""
+    return value.detach().clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def _set_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
@@ -372,6 +462,30 @@ def version(value: Any) -> Version:
         return of(value)
     except OverflowError:
         return _Long(id(value), len(value))  # an entry that is replaced is not seen
+
+
+def _put_back(values: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Gives a variable the content that `value`, a copy, has; others may know its container."""
+    now = values.get(name)
+    if isinstance(now, (dict, set)) and type(now) is type(value):
+        now.clear()
+        now.update(value)
+    elif isinstance(now, list) and isinstance(value, list):
+        now[:] = value
+    else:
+        values[name] = value
+
+
+def _has_grown(before: Version, now: Version) -> bool:
+    """Whether two versions are of a dictionary, or of a set, that has new entries, and else those of before."""
+    if isinstance(before, _Long) or isinstance(now, _Long):
+        return True
+    if not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] == now[0] in (dict, frozenset)):
+        return False
+    if before[0] is frozenset:
+        return bool(before[1] <= now[1])
+    entries = dict(now[1])
+    return all(entries.get(key, ABSENT) == value for key, value in before[1])
 
 
 def _copied(value: Any, before: Version) -> Any:
@@ -444,6 +558,7 @@ class KeptAttributes:
         self._generators = [_LIBRARIES, *(of(one) for one in values for kind, of in _KINDS if isinstance(one, kind))]
         self._spaces = [*own, *state.namespaces]
         before, before_of_model = [space.contents() for space in own], state.contents()
+        versions = state.versions(before_of_model)
         with _noted([space for space in own if space.owner is not None]) as noted:
             yield
         if trained != state.trained():
@@ -463,7 +578,7 @@ class KeptAttributes:
                 self._names[len(self._kept)] = names
             self._kept.append(now.kept(names | _SET_IN_FRONT.get(space.kind, _NONE), then))
         of_model = state.contents()
-        changed = state.changed(of_model, before_of_model)
+        changed = state.changed(of_model, before_of_model, versions)
         for number, names in changed.items():
             _set_in_front(state.namespaces[number].kind, names, before_of_model[number])
             self._names[len(own) + number] = names

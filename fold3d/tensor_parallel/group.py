@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d.tensor_parallel.kept_exchanges import KeptExchanges
+from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.tensor_parallel.region import ALL_GATHER, PART, REDUCE_SCATTER, SAME, SUM, Exchange
 from fold3d.tensor_parallel.turns import Turns
 from fold3d.torch_private import place_in_backward, set_place_in_backward
@@ -76,9 +77,10 @@ class TensorParallelGroup:
     def exchange(self, x: Tensor, how: Exchange) -> Tensor:
         """See RegionOps."""
         make = self.exchange_at_once if self.turns.current is None else self._exchange_in_turns
-        if not how.communicates:
-            return make(x, how, None)
-        return self.kept.recall(lambda known: make(x, how, known))
+        with of_fold3d():
+            if not how.communicates:
+                return make(x, how, None)
+            return self.kept.recall(lambda known: make(x, how, known))
 
     def exchange_at_once(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
         """Returns what `how` makes of `x`.

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fold3d._C import note_product
 from fold3d.errors import ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard, indices_of
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult, Path, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
+from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d
 from fold3d.tensor_parallel.random_draws import ShardRandom
 from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
@@ -94,7 +96,9 @@ class InnerParts:
         )
 
 
-def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> Callable[[], None]:
+def install(
+    model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps, operators: BlockOperators | None = None
+) -> Callable[[], None]:
     """Makes the model's blocks compute what `rank` has of them, and returns what undoes it.
 
     Parameters may be sliced (`Shard.take`) before or after: their values and shapes are read in each forward. It comes
@@ -104,6 +108,7 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
     Args:
         rank: place in the tensor-parallel group, 0 .. tp-1.
         ops: the group; its calls are made in the order of the blocks' own code.
+        operators: notes what the blocks run; None: nobody asks.
     Raises: AttributeError when the model has other modules than the plan's.
     """
     parts: list[ReturnedParts] = []
@@ -117,7 +122,8 @@ def install(model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps) -> 
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
                 sequence = BlockSequence(block, parted, length, ops, calls)
-            undo.callback(install_block(block, split, rank, ops, calls, sequence))
+            watch = None if operators is None or not split.groups else operators.watch(name)
+            undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
             inner = InnerParts(block, name, rank, ops, sequence)
             for one in (split if parted is None else parted).inner:
                 undo.callback(inner.watch(one))
@@ -133,34 +139,21 @@ def install_block(
     ops: RegionOps,
     calls: BlockCalls | None = None,
     sequence: BlockSequence | None = None,
+    operators: OperatorWatch | None = None,
 ) -> Callable[[], None]:
     """Does for one block what `install` does for a model.
 
     Args:
         calls: the block's; None: new ones.
         sequence: what it does with parts of the sequence; None: it is given the whole.
+        operators: notes what it runs; None: nobody asks.
     """
     with contextlib.ExitStack() as undo:
         if split.groups:
-            for one in _put_on(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence):
+            made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
+            for one in made.put_on(operators):
                 undo.callback(one)
         return undo.pop_all().close
-
-
-def _put_on(
-    block: nn.Module, split: BlockSplit, rank: int, ops: RegionOps, calls: BlockCalls, sequence: BlockSequence | None
-) -> Iterator[Callable[[], None]]:
-    """Puts everything on a block, in this order; yields what takes each off again."""
-    made = _Installer(block, split, rank, ops, calls, sequence)
-    yield from set_widths(block, split, rank)
-    yield from (set_attribute(block, attribute) for attribute in split.attributes)
-    for number, group in enumerate(split.groups):
-        yield from made.group(number, group)
-    yield from made.unproved.watch_modules()
-    if sequence is not None:
-        yield from (sequence.gather(one, made.linear_entries) for one in sequence.split.gathers)
-        yield from sequence.watch()
-    yield made.block()
 
 
 def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
@@ -227,7 +220,20 @@ class _Installer:
             else:
                 yield wrap(module, self._region(module, name, number, enters, exits, group.shared))
 
-    def block(self) -> Callable[[], None]:
+    def put_on(self, operators: OperatorWatch | None) -> Iterator[Callable[[], None]]:
+        """Puts everything on the block, in this order; yields what takes each off again."""
+        block, split, sequence = self._block, self._split, self._sequence
+        yield from set_widths(block, split, self._rank)
+        yield from (set_attribute(block, attribute) for attribute in split.attributes)
+        for number, group in enumerate(split.groups):
+            yield from self.group(number, group)
+        yield from self.unproved.watch_modules()
+        if sequence is not None:
+            yield from (sequence.gather(one, self.linear_entries) for one in sequence.split.gathers)
+            yield from sequence.watch()
+        yield self.block(operators)
+
+    def block(self, operators: OperatorWatch | None) -> Callable[[], None]:
         """Puts the block's own forward around the others."""
         split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
         block = self._block
@@ -254,12 +260,19 @@ class _Installer:
                 for path in entering:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
                 with contextlib.ExitStack() as drawing:
+                    if operators is not None:
+                        drawing.enter_context(operators.around())
                     drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
                         drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))
                     if sequence is not None:
                         drawing.enter_context(sequence.random(call, args, kwargs))
-                    output = original(*args, **kwargs)
+                    try:
+                        output = original(*args, **kwargs)
+                    except (RuntimeError, IndexError, ValueError) as error:
+                        if call.in_region and (held := _whole_tensors(block, split, rank)):
+                            raise _of_whole(block, held, error) from error
+                        raise
                 for one in split.outputs:
                     gather = partial(_gather, one=one, rank=rank, ops=ops, sliced=sliced)
                     output = replace_leaf(output, one.path, gather)
@@ -284,6 +297,7 @@ class _Installer:
     def _linear_exit(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
         calls, ops, summed, sequence = self._calls, self._ops, self._leave, self._sequence
 
+        @_one_product
         def forward(x: Tensor) -> Tensor:
             fused = ops.fused if is_fusable(module, x) else None
             y = x if fused is not None else matmul(module, x)
@@ -307,6 +321,7 @@ class _Installer:
         found = next((names for names in split.together if name in names and self._sequence is None), ())
         linear = self.linear_entries
 
+        @_one_product
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             (x,) = (*args, *kwargs.values())
             call = calls.current()
@@ -360,12 +375,51 @@ class _Installer:
                 y = original(*args, **kwargs)
             if not exits:
                 return y
-            call.leave(number)
-            calls.left(call)
+            with of_fold3d():
+                call.leave(number)
+                calls.left(call)
             y = tree_map_only(Tensor, summed, y)
             return y if late is None else y + block.get_parameter(late).to(y.dtype)
 
         return forward
+
+
+def _whole_tensors(block: nn.Module, split: BlockSplit, rank: int) -> dict[str, tuple[str, Shard]]:
+    """Returns buffers and other tensors of a block's modules that are as long as the whole of what a rank has a part
+    of, by name: a weight that is divided there, and how."""
+    shards = {shard.size: (name, shard) for name, shard in split.shards.items() if shard.length(rank) != shard.size}
+    found: dict[str, tuple[str, Shard]] = {}
+    for path, module in block.named_modules():
+        held = {**module._buffers, **{name: one for name, one in vars(module).items() if isinstance(one, Tensor)}}
+        for name, one in held.items():
+            size = next((size for size in one.shape if size in shards), None) if one is not None else None
+            if size is not None:
+                found[f"{path}.{name}".lstrip(".")] = shards[size]
+    return found
+
+
+def _of_whole(block: nn.Module, held: Mapping[str, tuple[str, Shard]], error: Exception) -> ConfigError:
+    names = ", ".join(repr(name) for name in held)
+    weight, shard = next(iter(held.values()))
+    return ConfigError(
+        f"tp: a {type(block).__name__} fails where each rank computes its share ({error}). Of its tensors {names} a "
+        f"rank has all {shard.size} entries, of its weight {weight!r} a part: only parameters are divided. Make it a "
+        "parameter (requires_grad=False, where it is not trained), leave the layer whole with tp_plan={NAME: "
+        "'replicate'}, or set tp=1"
+    )
+
+
+def _one_product(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Has what a forward runs noted as one product of matrices, however it is made."""
+
+    @wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        with of_fold3d():
+            y = forward(*args, **kwargs)
+        note_product()
+        return y
+
+    return noted
 
 
 class _Hub:

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fold3d import seeding
-from fold3d._C import reseed, seed_inside
+from fold3d._C import note_product, reseed, seed_inside
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import Slices, even_part
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
+from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.torch_private import checkpoint_around, run_again_within
 
 Size = tuple[int, ...]
@@ -67,7 +68,13 @@ class PartialDraws(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         handler = _HANDLERS.get(func)
-        return handler(self, func, args, named) if handler is not None else func(*args, **named)
+        if handler is None:
+            return func(*args, **named)
+        with of_fold3d():
+            drawn = handler(self, func, args, named)
+        if handler is _attention:
+            note_product()  # as it counts where nothing is drawn
+        return drawn
 
     def _follow_checkpoint(self) -> None:
         """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators

@@ -19,6 +19,7 @@ from fold3d.sharding.split import Gathering, Path, SequenceSplit
 from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory
 from fold3d.tensor_parallel.linear import factor, is_fusable
+from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.tensor_parallel.random_draws import RowsRandom
 from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
@@ -164,6 +165,7 @@ class BlockSequence:
         """Does what `whole` does where samples and their sequences lie in one dimension, the first."""
         return self._whole(part, sums=False, folded=True)
 
+    @of_fold3d()
     def leave(self, y: Tensor) -> Tensor:
         """Returns this rank's part of the sum of what an exit returns. Raises: ValueError when it has no sequence."""
         unfolded, folded = self._of_an_exit(y)
@@ -215,6 +217,7 @@ class BlockSequence:
             yield
         self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
 
+    @of_fold3d()
     def _whole(
         self,
         part: Tensor,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import greenlet
 import torch
 
-from fold3d._C import swap_warning_handler
+from fold3d._C import swap_operator_run, swap_warning_handler
 from fold3d.torch_private import Depth, put_modes_on, take_modes_off
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Switches:
 
 class ThreadState:
     """The modes of this thread as they are now: grad mode, autocast, hooks for saved tensors, function and dispatch
-    modes, and the states of random generators.
+    modes, the states of random generators, and where operators are noted.
 
     Without the hooks a checkpoint that another function has begun would take this one's tensors; without the generators
     it would draw other masks when it runs again.
@@ -70,12 +70,14 @@ class ThreadState:
         self.switches = Switches([*kinds, *(generator.device.type for generator in generators)])
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._modes = take_modes_off(above or Depth())
+        self._operators = swap_operator_run(None)
 
     def restore(self) -> None:
         """Makes the thread's modes what they were; what others have left on the thread is taken off."""
         take_modes_off(Depth())
         self.add()
         self.switches.restore()
+        swap_operator_run(self._operators)
 
     def add(self, *, generators: bool = True) -> Depth:
         """Puts hooks, function and dispatch modes on top of those that the thread has, and gives the random generators

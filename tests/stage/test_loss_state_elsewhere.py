@@ -34,9 +34,12 @@ class Net(nn.Module):
     factor = 1.0
     aux: Any = 0.0
     parts: Any = ()
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("seen", torch.ones(2))
+        self.plain = torch.ones(())
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4))
         self.head = nn.Linear(4, 1)
         self.config = SimpleNamespace(temperature=1.0)
@@ -180,6 +183,13 @@ def in_the_model(model: Any, batch: dict[str, Any]) -> Tensor:
     return out.square().mean()
 
 
+def in_a_buffer(model: Any, batch: dict[str, Any]) -> Tensor:
+    model.seen.mul_(1 + batch["w"])
+    model.plain.add_(batch["w"])
+    out: Tensor = model(batch["x"] * model.seen[0])
+    return out.square().mean() * model.seen.sum() * model.plain
+
+
 def in_a_context_variable(model: Any, batch: dict[str, Any]) -> Tensor:
     token = CONTEXT.set(batch["w"])
     out: Tensor = model(batch["x"])
@@ -248,6 +258,7 @@ CASES: dict[str, Callable[[], Loss]] = {
     "a partial": in_a_partial,
     "a global variable": lambda: in_a_global,
     "attributes of the model": lambda: in_the_model,
+    "a buffer in place": lambda: in_a_buffer,
     "a context variable": lambda: in_a_context_variable,
     "eval and train": lambda: toggles,
     "what the model keeps": lambda: reads_what_the_model_keeps,

@@ -264,3 +264,122 @@ def normal_numbers(layout: dict[str, Any]) -> tuple[list[float], float]:
 def test_normal_numbers_of_numpy(layout: dict[str, Any]) -> None:
     losses, following = normal_numbers({"segments": 1})
     assert normal_numbers(layout) == (pytest.approx(losses, rel=1e-6), following)
+
+
+class Normalises(nn.Module):
+    """A layer that divides by a running mean, which each forward changes in one of many ways."""
+
+    run: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.calls = way, 0
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("run", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        new = 0.9 * self.run + 0.1 * x.detach().abs().mean(0)
+        self.calls += 1
+        if self.way == "data in place":
+            self.run.data.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        elif self.way == "data":
+            self.run.data = new
+        elif self.way == "in place" or (self.way == "in place, later" and self.calls > 3):
+            self.run.copy_(new)
+        elif self.way == "another":
+            self.run = new
+        return x / self.run
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Normalises(way) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def stacked(way: str, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns the losses of three steps of three micro-batches, and the state then."""
+    torch.manual_seed(0)
+    model = Stack(way)
+    buffers = dict(model.named_buffers())
+    engine = Engine(model, ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = [engine.step({"x": torch.randn(12, 4, dtype=torch.float64)}).loss.item() for _ in range(3)]
+    state = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
+    engine.close()
+    if way == "data in place":
+        assert all(one is buffers[name] for name, one in model.named_buffers()), "others may know the tensor"
+    return losses, state
+
+
+@pytest.mark.parametrize("way", ["data in place", "data", "in place", "in place, later", "another"])
+def test_buffers_that_backward_reads(way: str) -> None:
+    """A micro-batch's backward found in them what the forwards of later ones had written."""
+    torch.testing.assert_close(stacked(way, {"segments": 2}), stacked(way, {"segments": 1}), rtol=1e-12, atol=1e-14)
+
+
+def test_buffers_that_backward_reads_in_stages(ranks: RankPool) -> None:
+    for way in ("data in place", "in place"):
+        found, alone = ranks.run(stacked, 2, way, {"pp": 2})[0], stacked(way, {"segments": 1})
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-14)
+
+
+TABLE: dict[int, float] = {}
+COUNT = {"n": 0}
+NUMBER, READY = 0, False
+
+
+class Shares(nn.Module):
+    """Keeps what it does in global variables, or in its class."""
+
+    total = 0
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global NUMBER, READY
+        if self.where == "an entry":
+            COUNT["n"] += 1
+        elif self.where == "a number":
+            NUMBER += 1
+        elif self.where == "a class":
+            Shares.total += 1
+        elif self.where == "a table":
+            x = x * TABLE.setdefault(len(x), 1.5)
+        elif self.where == "a flag":
+            READY = True
+        return self.linear(x)
+
+
+class Sharing(Stack):
+    def __init__(self, where: str) -> None:
+        super().__init__("")
+        self.layers = nn.ModuleList(Shares(where) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("an entry", "'COUNT'"), ("a number", "'NUMBER'"), ("a class", "'total'"), ("a table", ""), ("a flag", "")],
+)
+def test_what_forwards_count_elsewhere(where: str, what: str) -> None:
+    """Chunks run in another order than one process's blocks, so that they found other numbers there."""
+    TABLE.clear()
+    engine = Engine(Sharing(where), ParallelConfig(segments=2, micro_batches=2, blocks="layers"), optimizer=SGD)
+    batch = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    try:
+        if what:
+            with pytest.raises(fold3d.Fold3dError, match=f"forward changes {what}"):
+                engine.step(batch)
+        else:
+            engine.step(batch)
+            engine.step(batch)
+    finally:
+        engine.close()

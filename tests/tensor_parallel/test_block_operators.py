@@ -1,0 +1,193 @@
+"""A divided block whose code takes another way later: it is proved again, or refused, before a weight moves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fold3d import Engine, ParallelConfig
+from fold3d._C import NumberSet, OperatorRun, note_product, swap_operator_run
+from fold3d.tensor_parallel.operators import Operators, OperatorWatch, of_fold3d
+from tests.helpers.ranks import RankPool
+
+WIDTH, SAMPLES = 8, 3
+
+
+class Block(nn.Module):
+    """A feed-forward network, and what a batch, or somebody who sets `on`, can switch on in it."""
+
+    seen: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.on = kind, False
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(4 * WIDTH) if kind == "buffer" else torch.zeros(()))
+
+    def forward(self, x: Tensor, switched_on: Tensor) -> Tensor:
+        on = self.on or bool(switched_on.any())
+        h = self.up(x).relu()
+        if on and self.kind == "mean":
+            h = h - h.mean(-1, keepdim=True)
+        if self.kind == "dim":
+            h = h + h.softmax(-1 if on else 1)
+        if on and self.kind == "root":
+            h = (h + 1).sqrt()
+        if on and self.kind == "buffer":
+            h = h - self.seen
+        y = self.down(h)
+        if on and self.kind == "tokens":
+            y = y - y.mean(1, keepdim=True)
+        return x + y
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+
+    def forward(self, x: Tensor, switched_on: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, switched_on)
+        return x.square().mean()
+
+
+def made(kind: str) -> Stack:
+    torch.manual_seed(0)
+    return Stack(kind).double()
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch)
+    return loss
+
+
+def train(kind: str, *, by_attribute: bool = False, **layout: bool | str) -> str:
+    """Trains four steps, switched on in the second, and in the third by one sample alone. Returns the error, if there
+    is one, else "" if all weights are those of one process."""
+    model, reference = made(kind), made(kind)
+    engine = Engine(model, ParallelConfig(tp=2, blocks="layers", **layout), optimizer=SGD)  # type: ignore[arg-type]
+    optimizer = SGD(list(reference.parameters()))
+    x = torch.randn(SAMPLES, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    try:
+        for on in ([0, 0, 0], [1, 1, 1], [0, 0, 1], [0, 0, 0]):
+            batch = {"x": x, "switched_on": torch.tensor(on) * (not by_attribute)}
+            for one in (*model.layers, *reference.layers):
+                one.on = by_attribute and any(on)  # type: ignore[assignment]
+            engine.run([batch], loss_of)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            loss_of(reference, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        state = engine.state_dict()["model"]
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-14, msg=name)
+    except Exception as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+CASES: dict[str, tuple[Callable[[], str], str]] = {
+    "mean": (lambda: train("mean"), "aten::mean, aten::sub"),
+    "mean, by an attribute": (lambda: train("mean", by_attribute=True), "aten::mean, aten::sub"),
+    "mean, halves": (lambda: train("mean", tp_overlap="sub"), "aten::mean, aten::sub"),
+    "root": (lambda: train("root"), ""),
+    "root, by an attribute": (lambda: train("root", by_attribute=True), ""),
+    "root, halves": (lambda: train("root", tp_overlap="sub"), ""),
+    "the same function of other dimensions": (lambda: train("dim"), "aten::softmax"),
+    "over tokens": (lambda: train("tokens", sequence_parallel=False), ""),
+    "over tokens that ranks share": (lambda: train("tokens", sequence_parallel=True), "aten::mean, aten::sub"),
+    "buffer": (lambda: train("buffer"), "Of its tensors 'seen' a rank has all 32 entries"),
+}
+
+
+def of_cases(names: list[str]) -> list[str]:
+    return [CASES[name][0]() for name in names]
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["mean, by an attribute", "root", "over tokens that ranks share", "buffer"],
+        ["mean", "mean, halves", "root, by an attribute", "root, halves"],
+        ["the same function of other dimensions", "over tokens"],
+    ],
+    ids="; ".join,
+)
+def test_takes_another_way_later(ranks: RankPool, names: list[str]) -> None:
+    for found in ranks.run(of_cases, 2, names):
+        for name, error in zip(names, found, strict=True):
+            expected = CASES[name][1]
+            assert expected in error and bool(error) == bool(expected), f"{name}: {error}"
+
+
+def noted(code: Callable[[], object], known: NumberSet | None = None) -> Operators:
+    """Returns the sequences of operators that `code` runs."""
+    found: Operators = {}
+    with OperatorWatch(known or NumberSet(), found.update).around():
+        code()
+    return found
+
+
+def test_sequences_are_those_of_the_code() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    once = noted(lambda: x.relu().sqrt().exp())
+    assert list(once.values()) == ["aten::relu", "aten::sqrt", "aten::exp"]
+    assert once == noted(lambda: x.relu().sqrt().exp())
+    assert once.keys() != noted(lambda: x.sqrt().relu().exp()).keys()
+    assert noted(lambda: x.sum(0)).keys() != noted(lambda: x.sum(1)).keys()
+    known = NumberSet()
+    for sequence in once:
+        known.add(sequence)
+    assert list(noted(lambda: x.relu().sqrt().exp().neg(), known).values()) == ["aten::neg"]
+
+    def loops(times: int) -> Tensor:
+        y = x
+        for _ in range(times):
+            y = (y * 2).relu()
+        return y
+
+    assert noted(lambda: loops(3)).keys() == noted(lambda: loops(9)).keys()
+
+
+def test_what_counts_and_what_does_not() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def with_own() -> None:
+        y = x.relu()
+        with of_fold3d():
+            y = y.sum(0)
+        y.sqrt()
+
+    assert noted(with_own) == noted(lambda: x.relu().sqrt())
+    weight = torch.randn(4, 4)
+    assert noted(lambda: x @ weight).keys() == noted(lambda: nn.functional.linear(x, weight)).keys()
+    assert noted(lambda: x @ weight).keys() == noted(note_product).keys()
+    assert not noted(lambda: nn.functional.dropout(x, 0.5))
+    run = OperatorRun(NumberSet())
+    assert swap_operator_run(run) is None
+    x.relu()
+    assert swap_operator_run(None) is run
+    x.exp()
+    assert [name for _, name in run.unknown] == ["aten::relu"]
+
+
+def test_what_raises_is_over() -> None:
+    x = torch.randn(4, 4)
+    run = OperatorRun(NumberSet())
+    swap_operator_run(run)
+    with pytest.raises(RuntimeError):
+        torch.add(x, torch.randn(3))
+    x.relu()
+    swap_operator_run(None)
+    assert [name for _, name in run.unknown] == ["aten::add", "aten::relu"]
