@@ -110,8 +110,9 @@ class WithoutFlush(DpSync):
         self._go_on()
 
     def _go_on(self) -> None:
-        assert self._late is not None
+        assert self._late is not None and self._versions is not None
         if self._flowing:
+            self._versions.go_on()
             self._late.turn()
             self._attach()
         else:
@@ -130,7 +131,7 @@ class WithoutFlush(DpSync):
     def turn_to(self, step_before: bool) -> None:
         """The actions from now on are of this step, or of the step before: parameters have its weights."""
         assert self._versions is not None
-        self._versions.point(self._before if step_before else self._versions.newest)
+        self._versions.turn_to(self._before if step_before else self._versions.newest, step_before=step_before)
 
     def chunk_done(self, chunk: int) -> None:
         """The step before is over: its gradients are summed, and its norm."""
@@ -138,7 +139,8 @@ class WithoutFlush(DpSync):
             super().chunk_done(chunk)
             return
         late, step = self._late, self._transfers.step
-        assert late is not None and self._values is not None
+        assert late is not None and self._values is not None and self._versions is not None
+        self._versions.step_before_is_over()
         self._readiness.open_chunk(chunk)
         self._reducer.chunk_done(chunk)
         late.gather(self._plan.gather_order)
@@ -175,7 +177,8 @@ class WithoutFlush(DpSync):
         """
         self._states.on(Event.HAND_OVER)
         self._values = values
-        assert self._late is not None
+        assert self._late is not None and self._versions is not None
+        self._versions.note_graphs()
         for bucket in self.buckets:
             bucket.veil(taken=False)
         self._late.turn()  # what norm and update are of from here on
@@ -214,16 +217,18 @@ class WithoutFlush(DpSync):
             return
         optimizer.check_unchanged()
         self._before = versions.newest
-        if late.settings is not None:
+        is_updated = late.settings is not None
+        if is_updated or self._flowing:  # what may be written from outside is not what graphs under way read
             super().flush()
             versions.turn()
-            self._taken = {bucket.number: bucket.key for bucket in self.buckets}
+            self._taken = {bucket.number: bucket.key for bucket in self.buckets} if is_updated else {}
             for number, bucket in enumerate(self.buckets):
                 optimizer.point(bucket)
-                if self._plan.modes[number] == "zero1":
+                if not is_updated or self._plan.modes[number] == "zero1":
                     versions.fill(bucket)
         versions.point(versions.newest)
         super().update(keeps=keeps)
+        versions.note_writes()
 
     def _open(self, bucket: Bucket) -> None:
         with self._turned_to_taken(bucket):
