@@ -9,7 +9,7 @@ from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_st
 from fold3d.checkpoint.late_gradients import LateGradientsFile, LateGradientsFiles
 from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
 from fold3d.checkpoint.regions import regions_of
-from fold3d.checkpoint.weights import WeightsFiles, load_weights
+from fold3d.checkpoint.weights import WeightsFiles, load_weights, remove_unfinished
 
 __all__ = [
     "Background",

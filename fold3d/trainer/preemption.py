@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 MARK = "preempted.json"
+_FILLING = f"{MARK}.tmp"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Slurm, SkyPilot, Kubernetes and torchrun send the first; `sbatch --signal=USR1@120` the other one."""
 
@@ -36,9 +37,14 @@ class Preempted:
 
     def write(self, folder: Path) -> None:
         """Leaves the mark; one process calls it. Raises: OSError."""
-        filling = folder / f"{MARK}.tmp"
-        filling.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(filling, folder / MARK)
+        (folder / _FILLING).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(folder / _FILLING, folder / MARK)
+
+
+def remove_mark(folder: Path) -> None:
+    """Takes the mark away, whole or not."""
+    for name in (MARK, _FILLING):
+        (folder / name).unlink(missing_ok=True)
 
 
 class PreemptionCallback(JITCheckpointCallback):
