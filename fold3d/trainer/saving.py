@@ -40,6 +40,7 @@ from fold3d.checkpoint import (
     manifest,
     regions_of,
     remove_stale,
+    remove_unfinished,
     sees_folder,
     together,
     write_all,
@@ -55,7 +56,7 @@ from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.overrides import is_overridden
-from fold3d.trainer.preemption import MARK
+from fold3d.trainer.preemption import remove_mark
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -156,6 +157,10 @@ class CheckpointingTrainer(transformers.Trainer):
             with self._together(f"saving {folder}"):
                 if self.args.should_save:
                     self._delivery.finish()
+        except Exception:
+            if self.args.should_save:
+                remove_unfinished(folder)
+            raise
         finally:
             self._delivery = None
 
@@ -370,6 +375,8 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         self._commit()  # for what is looked for among the checkpoints
+        if self._to_load:  # no step was left, but the model and the gradients that wait are those of the checkpoint
+            self.engine.build()
         return super()._finalize_training(*args, **named)  # type: ignore[no-untyped-call]
 
     def _save_trainer_state(self, folder: Path) -> None:
@@ -530,7 +537,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
-                (Path(str(self.args.output_dir)) / MARK).unlink(missing_ok=True)
+                remove_mark(Path(str(self.args.output_dir)))
 
     @property
     def _world(self) -> dist.ProcessGroup | None:
