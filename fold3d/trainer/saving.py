@@ -38,6 +38,7 @@ from fold3d.checkpoint import (
     load_adapters,
     load_weights,
     manifest,
+    reading,
     regions_of,
     remove_stale,
     remove_unfinished,
@@ -493,7 +494,8 @@ class CheckpointingTrainer(transformers.Trainer):
                 on_host=on_host,
                 keep=self.engine.keeps_pieces,
             )
-            self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+            with reading(schedule):
+                self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
             late_settings = manifest.late_settings(Path(checkpoint))
             if late_settings is not None:
                 file = LateGradientsFile(Path(checkpoint), self.engine.parts)
@@ -508,12 +510,14 @@ class CheckpointingTrainer(transformers.Trainer):
         saved = sorted(path.name for path in Path(checkpoint).glob("rng_state*.pth"))
         same_world = len(saved) == self.args.world_size and wanted in saved
         if same_world or not saved:
-            super()._load_rng_state(checkpoint)
+            with reading(Path(checkpoint) / wanted):
+                super()._load_rng_state(checkpoint)
             return
         # Written by another number of processes. All of them draw the same numbers, rank 0's will do for everyone.
         with tempfile.TemporaryDirectory() as private:
             shutil.copy(Path(checkpoint) / saved[0], Path(private) / wanted)
-            super()._load_rng_state(private)
+            with reading(Path(checkpoint) / saved[0]):
+                super()._load_rng_state(private)
 
     # Parts
 

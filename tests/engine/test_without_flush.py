@@ -180,7 +180,8 @@ def _touch(engine: Engine, step: int) -> None:
 
 def test_what_is_done_to_weights_between_steps_is_of_the_newest_version(ranks: RankPool) -> None:
     """Backwards that are to come know nothing of it."""
-    with_a_flush, without = (ranks.run(train, PP, [PP] * STEPS, touch=_touch, flush=flush)[0] for flush in (True, False))
+    counts = [PP] * STEPS
+    without, with_a_flush = (ranks.run(train, PP, counts, touch=_touch, flush=flush)[0] for flush in (False, True))
     assert without[:2] == with_a_flush[:2]
 
 
