@@ -131,7 +131,7 @@ def test_weights_divided_into_other_files(folder: Path) -> None:
 
 def test_an_edited_state(folder: Path) -> None:
     manifest.write(folder, step_index=4)
-    (folder / "trainer_state.json").write_text("{}")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 1}))
     manifest.check(folder)
 
 
