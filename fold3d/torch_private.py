@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -110,6 +110,14 @@ def is_called_by_detach_variable(depth: int) -> bool:
     """Returns whether the function `depth` calls above this one is that by which a reentrant checkpoint detaches what
     it is given."""
     return sys._getframe(depth).f_code is detach_variable.__code__
+
+
+# -- version counters --
+
+
+def set_version_counts(counts: Mapping[Tensor, int]) -> None:
+    """Sets the numbers of writes by which a backward notices that a tensor was written since its graph saved it."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(counts), tuple(counts.values()))
 
 
 # -- the order of a backward --

@@ -26,6 +26,7 @@ from fold3d.torch_private import (
     run_again_within,
     saving_hook,
     set_place_in_backward,
+    set_version_counts,
     storage_key,
     take_modes_off,
     try_latest_code_first,
@@ -161,6 +162,19 @@ def test_nodes_of_a_graph_run_by_their_numbers() -> None:
     set_place_in_backward(second, place_in_backward(first) - 1)
     (one + other).backward()
     assert order == ["other", "one", "one", "other"]
+
+
+def test_a_backward_does_not_notice_a_write_whose_count_is_taken_back() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    result = (weight * weight).sum()
+    before = weight._version
+    with torch.no_grad():
+        weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward(retain_graph=True)
+    set_version_counts({weight: before})
+    result.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [6, 6]
 
 
 class Functions(TorchFunctionMode):

@@ -41,8 +41,10 @@ from fold3d.checkpoint import (
     load_adapters,
     load_weights,
     manifest,
+    reading,
     regions_of,
     remove_stale,
+    remove_unfinished,
     sees_folder,
     together,
 )
@@ -60,7 +62,7 @@ from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.overrides import is_overridden
-from fold3d.trainer.preemption import MARK
+from fold3d.trainer.preemption import remove_mark
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -185,6 +187,10 @@ class CheckpointingTrainer(transformers.Trainer):
             with self._together(f"saving {folder}"):
                 if self.args.should_save:
                     self._delivery.finish()
+        except Exception:
+            if self.args.should_save:
+                remove_unfinished(folder)
+            raise
         finally:
             self._delivery = None
 
@@ -459,6 +465,8 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         self._commit()  # for what is looked for among the checkpoints
+        if self._to_load:  # no step was left, but the model and the gradients that wait are those of the checkpoint
+            self.engine.build()
         return super()._finalize_training(*args, **named)  # type: ignore[no-untyped-call]
 
     def _save_trainer_state(self, folder: Path) -> None:
@@ -563,7 +571,8 @@ class CheckpointingTrainer(transformers.Trainer):
                 on_host=on_host,
                 keep=self.engine.keeps_pieces,
             )
-            self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+            with reading(schedule):
+                self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
             late_settings = manifest.late_settings(Path(checkpoint))
             if late_settings is not None:
                 file = LateGradientsFile(Path(checkpoint), self.engine.parts)
@@ -578,12 +587,14 @@ class CheckpointingTrainer(transformers.Trainer):
         saved = sorted(path.name for path in Path(checkpoint).glob("rng_state*.pth"))
         same_world = len(saved) == self.args.world_size and wanted in saved
         if same_world or not saved:
-            super()._load_rng_state(checkpoint)
+            with reading(Path(checkpoint) / wanted):
+                super()._load_rng_state(checkpoint)
             return
         # Written by another number of processes. All of them draw the same numbers, rank 0's will do for everyone.
         with tempfile.TemporaryDirectory() as private:
             shutil.copy(Path(checkpoint) / saved[0], Path(private) / wanted)
-            super()._load_rng_state(private)
+            with reading(Path(checkpoint) / saved[0]):
+                super()._load_rng_state(private)
 
     # Parts
 
@@ -607,7 +618,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
-                (Path(str(self.args.output_dir)) / MARK).unlink(missing_ok=True)
+                remove_mark(Path(str(self.args.output_dir)))
 
     @property
     def _world(self) -> dist.ProcessGroup | None:

@@ -400,6 +400,12 @@ class Trainer(SearchingTrainer):
         self._tell_of_engine()
         raise smaller
 
+    def _run_epoch(self, *args: Any, **named: Any) -> None:
+        if self.args.resume == AUTO and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # the stock loop would make a step more
+        else:
+            super()._run_epoch(*args, **named)  # type: ignore[no-untyped-call]
+
     def _count_trainable(self) -> int:
         """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""
         if not self.engine.is_built:
