@@ -90,6 +90,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.memory.changes import predicted_curves
     from fold3d.plan.space.registry import KNOBS, constrained
 
+    _say(f"reading {options.model}")
     _check(options)
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
@@ -162,6 +163,12 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job
         return layers.job(tried[0].mesh), tried[0].found.proposal(), layers.whole
 
 
+def _say(text: str) -> None:
+    """Says on a terminal what takes a while; who reads standard error otherwise looks for errors there."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 class _Teller:
     """Prints now and then how far a long search is, and the best so far: lines of standard error."""
 
@@ -180,7 +187,7 @@ class _Teller:
         if job >= 0:
             name = name_of(state.best.segments, state.best.schedule, state.best.group_size or None, state.best.kind)
             best = f"best so far {state.best_ns / 1e6:.1f} ms a step, {self._meshes[job].name}: {name}"
-        print(f"{state.doing}: {state.simulated} plans simulated; {best}", file=sys.stderr, flush=True)
+        _say(f"{state.doing}: {state.simulated} plans simulated; {best}")
 
 
 def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
@@ -374,6 +381,7 @@ class _Layers:
         if tp not in self._profiles:
             model, example = self._model, self._example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            _say(f"dividing blocks among {tp} ranks")
             try:
                 sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
             except ConfigError as error:
