@@ -218,7 +218,6 @@ class Search {
     };
     in_rounds("looking closely", smallest(kMostClose, promising), kCloseRound, kLookClosely,
               [&](Entry& entry, std::int64_t cutoff_ns) {
-                if (promising(entry) == kNever) return;
                 const Spared like = entry.group->fastest()->layout->spared;
                 entry.group->look_closely(cutoff_ns, like, plans_of(entry));
                 if (like == space_.sparing.fixed) return;
