@@ -136,7 +136,13 @@ class Vocabulary:
         )
 
 
-def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[str, Any] | None = None) -> Vocabulary:
+def find_vocabulary(
+    model: nn.Module,
+    trace: Trace,
+    tp: int,
+    example: Mapping[str, Any] | None = None,
+    reads: VocabularyReads | None = None,
+) -> Vocabulary:
     """Returns how the vocabulary of `model` is spread over `tp` ranks: parts of it that differ by one entry at most.
 
     The embedding and the head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`). In
@@ -147,11 +153,12 @@ def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[st
 
     Args:
         example: as for `trace`.
+        reads: what `watch_reads` returned of them; None: it is asked.
     Raises: TraceError when the forward cannot run on the example.
     """
     if tp == 1:
         return Vocabulary()
-    reads = watch_reads(model, trace, example)
+    reads = watch_reads(model, trace, example) if reads is None else reads
     names = {module: name for name, module in model.named_modules()}
     embedding = _named_by_transformers(model, "get_input_embeddings") or _largest_embedding(model, reads)
     head = _named_by_transformers(model, "get_output_embeddings")
