@@ -225,7 +225,7 @@ class Trainer(SearchingTrainer):
         )
         args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.mesh(last))))
         self._train_batch_size = args.train_batch_size
-        self.accelerator.topology = self._topology()
+        ReplicaAccelerator.adopt(self.accelerator, self._topology())
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""

@@ -20,8 +20,8 @@ ONE_STEP: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "per_device_train_batch_size": 16,
     "max_steps": 3,
-    "optim": "sgd",
-    "learning_rate": 1.0,  # AdamW makes much of the last bits of what is nearly 0
+    "optim": "sgd",  # AdamW makes much of the last bits of what is nearly 0
+    "learning_rate": 1.0,
 }
 
 
