@@ -19,6 +19,8 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.cluster.cost import Offer, Plan, Terms
+    from fold3d.cluster.prices import Machine
+    from fold3d.cluster.rates import Measured
 
 _FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")
 _RESTART = 360.0
@@ -70,8 +72,7 @@ def run(options: argparse.Namespace) -> None:
     measured = Measured()
     if options.rates is not None:
         measured = Measured.read(Path(options.rates))
-        if not measured.rates:
-            raise ConfigError(f"--rates {options.rates} has no rates; leave it out, or name the file of a run")
+        _check_rates(options.rates, measured, machines)
     terms = _terms(options, measured.save_seconds + measured.start_seconds or _RESTART)
     known = MachinePlans(options)
     plans = []
@@ -115,6 +116,16 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} has no effect with --format {options.format}; it is for sbatch and skypilot")
     if options.script is not None and not shlex.split(options.script):
         raise ConfigError("--script is empty; name the training's script")
+
+
+def _check_rates(path: str, measured: Measured, machines: Sequence[Machine]) -> None:
+    """Raises: ConfigError for measurements that would have no effect."""
+    seen = {(one.kind, one.gpus) for one in measured.rates}
+    if not seen & {(one.device, one.all_gpus) for one in machines}:
+        has = ", ".join(f"{kind}:{gpus}" for kind, gpus in sorted(seen)) or "nothing"
+        raise ConfigError(
+            f"--rates {path} has measured {has}, none of which is in --devices; add it there, or leave it out"
+        )
 
 
 def _terms(options: argparse.Namespace, restart_seconds: float) -> Terms:
