@@ -72,7 +72,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str], words: list[str], tmp_pat
         (["--script", "a.py"], "--script has no effect with --format table; it is for sbatch and skypilot"),
         (["--rates", "nowhere.json"], "--rates nowhere.json has measured nothing, none of which is in --devices; add"),
         (["--sample-tokens", "99"], "--sample-tokens is 99; the model takes 32 at most"),
-        (["--devices", "small:2"], "the model runs on none of --devices:\n  small x2: does not fit into memory"),
+        pytest.param(
+            ["--devices", "small:2"],
+            "the model runs on none of --devices:\n  small x2: does not fit into memory",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: list[str], more: list[str], message: str) -> None:
