@@ -89,6 +89,8 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_table(found, plans, terms)))
     elif options.format == "json":
         print(json.dumps(_as_json(found, plans, terms), indent=2))
+    elif not found[0].meets:
+        raise ConfigError(_verdict(found[0], terms))
     elif options.format == "sbatch":
         print(launch.sbatch(found[0], command, output), end="")
     elif options.format == "skypilot":
@@ -173,13 +175,18 @@ def _table(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> list[
         )
     lines = columns(rows)
     lines += [f"{one.machine.name}: {one.reason}" for one in plans if not one.rate]
-    first, (way, dollars) = found[0], found[0].best
+    return [*lines, _verdict(found[0], terms)]
+
+
+def _verdict(first: Offer, terms: Terms) -> str:
+    """Returns what is cheapest, or that nothing is in time."""
+    way, dollars = first.best
     until = f" by {terms.deadline:g} h" if math.isfinite(terms.deadline) else ""
     if first.meets:
         how = "on demand" if way == "on demand" else f"with spot machines by the rule {way}"
-        return [*lines, f"cheapest{until}: {first.plan.machine.name} {how}, {dollars:.2f}"]
+        return f"cheapest{until}: {first.plan.machine.name} {how}, {dollars:.2f}"
     best = f"{first.plan.machine.name} takes {first.hours:.1f} h, {first.hours_at_worst:.1f} h at worst"
-    return [*lines, f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"]
+    return f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"
 
 
 def _as_json(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> dict[str, Any]:

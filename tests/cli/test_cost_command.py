@@ -87,4 +87,6 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: list[str], mo
 @pytest.mark.full
 def test_a_script(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     said = run(capsys, *words, "--format", "sbatch", "--script", "train.py --data x", "--output", "there")
+    assert main([*words, "--format", "estimator", "--deadline", "1m"]) == 1
+    assert "nothing is sure to be done by " in capsys.readouterr().err
     assert said.startswith("#!/bin/bash\n#SBATCH --job-name=train\n") and "train.py --data x --dp " in said
