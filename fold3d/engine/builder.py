@@ -230,8 +230,10 @@ def _gradient_sync(
 
     wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
     given = (rings, schedule, progress, clock, read, config.offload_optimizer, kernels, wire)
+    made: DpSync
     if config.updates_each_micro_batch:
-        return _each_micro_batch(model, topology, groups, given, progress.life)
+        made = _each_micro_batch(model, topology, groups, given, progress.life)
+        return made
     parts = (*given, delay, config.delay_correction == "error_feedback")
     if config.delay_correction == "predict":
         made = Predicted(cut, topology, groups, *parts)
