@@ -159,6 +159,15 @@ class _Made:
     is_handed_on: bool = False
     """Whether its layer hands it on."""
 
+    def grow(self, size: int) -> int:
+        """It takes at least so many bytes; returns how many are new."""
+        before, self.bytes = self.bytes, max(self.bytes, size)
+        return self.bytes - before
+
+    def hand_on(self, layer: int) -> None:
+        """This layer hands it on."""
+        self.is_handed_on |= layer == self.layer
+
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations make, by the layer that is under way."""
@@ -198,8 +207,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """All of a tensor's memory is there."""
         made = self._made.get(tensor)
         if made is not None:
-            before, made.bytes = made.bytes, max(made.bytes, tensor.untyped_storage().nbytes())
-            self._live += made.bytes - before
+            self._live += made.grow(tensor.untyped_storage().nbytes())
 
     def _freed(self, made: _Made) -> None:
         self._live -= made.bytes
@@ -230,8 +238,8 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(handed_on):
             if has_memory(leaf):
                 made = self._made.get(leaf)
-                if made is not None and made.layer == layer:
-                    made.is_handed_on = True
+                if made is not None:
+                    made.hand_on(layer)
                 if leaf.requires_grad:
                     leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
 
