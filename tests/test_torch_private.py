@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, detach_variab
 
 from fold3d.torch_private import (
     Depth,
+    StorageLabels,
     checkpoint_around,
     follows_operations,
     functions_around,
@@ -40,6 +41,17 @@ def test_views_share_memory_and_copies_do_not() -> None:
     assert storage_key(x) == storage_key(x[1:].t()) != storage_key(x.clone())
     sparse = x.to_sparse()
     assert storage_key(sparse) == id(sparse)
+
+
+def test_a_label_is_that_of_all_tensors_of_a_memory_and_goes_with_it() -> None:
+    labels, x = StorageLabels[int](), torch.ones(4, 3)
+    labels[x], labels[x.to_sparse()] = 1, 2
+    view = x[1:].t()
+    del x
+    assert labels.get(view) == 1 and labels.get(view.clone()) is None and labels.get(view.to_sparse()) is None
+    assert labels.values() == [1]
+    del view
+    assert labels.values() == []
 
 
 def test_a_backward_is_told_from_what_lies_around_it() -> None:
