@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fold3d import _C
 from fold3d.comms.consistency import samples_of_values
 from fold3d.errors import SplitError
-from fold3d.stage.loss_run import LossRun, ModelCall
+from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.replay import ChangedBuffers, OwnBuffers
 from fold3d.stage.split_model import SplitModel
@@ -126,7 +126,7 @@ class ChunkSharding(Protocol):
     def watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Around the loss function's code: raises where it would not compute what one process does."""
 
-    def ran(self, loss: LossRun) -> None:
+    def ran(self, micro_batch: MicroBatch) -> None:
         """The model's forward has run, or more of the loss function's code: raises where blocks ran what is not right
         for shares of them."""
 
@@ -233,12 +233,12 @@ class PipelineChunk:
                 with around:
                     sent, output = self._run(micro_batch, received)
                 if self._sharding is not None:
-                    self._sharding.ran(loss)
+                    self._sharding.ran(micro_batch)
                 if self._is_last:
                     with self._watched(micro_batch):
                         result = self._split.end(loss, output)
                     if self._sharding is not None:
-                        self._sharding.ran(loss)
+                        self._sharding.ran(micro_batch)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:

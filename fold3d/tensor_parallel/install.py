@@ -19,7 +19,7 @@ from fold3d.sharding.shard import Shard, indices_of
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult, Path, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
-from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d
+from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d, without_caches
 from fold3d.tensor_parallel.random_draws import ShardRandom
 from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
@@ -264,6 +264,7 @@ class _Installer:
                 with contextlib.ExitStack() as drawing:
                     if operators is not None:
                         drawing.enter_context(operators.around())
+                        drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
                         drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from fold3d._C import NumberSet, OperatorRun, pause_operators, swap_operator_run
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import BlockSplit
 from fold3d.torch_private import in_backward
+from fold3d.trace.arguments import caches_in
 
 Operators = dict[int, str]
 """Sequences of operators that follow each other, each with the name of its last one."""
@@ -72,6 +76,20 @@ def of_fold3d() -> Iterator[None]:
         yield
     finally:
         pause_operators(before)
+
+
+@contextmanager
+def without_caches(call: Any) -> Iterator[None]:
+    """What the body does to transformers' caches among the arguments of a call are no operators of the user's: it is
+    proved without them, since in training nobody reads them."""
+    caches = [cache for one in tree_leaves(call) for cache in caches_in(one)]
+    for cache in caches:
+        vars(cache)["update"] = of_fold3d()(cache.update)
+    try:
+        yield
+    finally:
+        for cache in caches:
+            vars(cache).pop("update", None)
 
 
 @dataclass(slots=True)
