@@ -17,13 +17,15 @@ LINT := tests/test_quality.py tests/test_layering.py
 
 FULL := cpp one-process parity dist trainer rooms
 PARITY := $(wildcard tests/dist/test_parity*.py)
-PYTEST = $(PY) -m pytest -q --numprocesses 2 --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
+# One more than the two cores that this is meant for: tests of several processes mostly wait.
+WORKERS ?= 3
+PYTEST = $(PY) -m pytest -q --numprocesses $(WORKERS) --dist worksteal --durations 40 --durations-min 1 $(PYTEST_MORE)
 # $(call timed,WHAT,COMMAND) runs the command and says how long it took.
 timed = @start=$$(date +%s); $(2); status=$$?; echo "$(1): $$(($$(date +%s) - start)) s"; exit $$status
 
 GPU_TESTS := tests/dist/test_cuda.py tests/dist/test_kernels.py tests/kernels
 
-.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) mutations gpu lint format clean distclean
+.PHONY: all demo demo-network docs test test-cpp test-python asan-binary test-full $(FULL:%=test-full-%) mutations gpu lint wheel format clean distclean
 .DELETE_ON_ERROR:
 
 all: .venv/.extension
@@ -49,7 +51,7 @@ test-cpp: .venv/.system
 asan-binary: .venv/.system
 	@$(MAKE) --no-print-directory -C tests/cpp asan-binary
 
-# Lint, types and layering are among them. Two at a time: tests of several processes mostly wait.
+# Lint, types and layering are among them.
 test-python: .venv/.extension
 	$(call timed,Python tests,$(PYTEST) tests -m "not full")
 
@@ -90,6 +92,14 @@ gpu: .venv/.requirements
 
 lint: .venv/.extension
 	$(PY) -m pytest -q $(LINT) --numprocesses auto
+
+# A wheel for this Python whose version names torch and CUDA, such as 0.1.0+pt213cpu: out/wheels.
+TAG = $(shell $(PY) -c 'import torch; cuda = torch.version.cuda; print("pt" + "".join(torch.__version__.split(".")[:2]) + \
+    ("cu" + cuda.replace(".", "") if cuda else "cpu"))')
+
+wheel: .venv/.extension
+	$(PY) setup.py --quiet egg_info --egg-base build --tag-build +$(TAG) bdist_wheel --dist-dir out/wheels
+	@ls out/wheels/fold3d-*+$(TAG)-*.whl
 
 docs: .venv/.extension
 	.venv/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -d out/doctrees docs out/docs

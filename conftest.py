@@ -43,9 +43,12 @@ def new_workers_after_failures(request: pytest.FixtureRequest) -> Iterator[None]
     pool.close()
 
 
+LONGEST = ("test_quality", "test_examples")
+
+
 def _place(item: pytest.Item) -> int:
     module = item.module.__name__ if isinstance(item, pytest.Function) else ""
-    return -1 if module.endswith("test_quality") else int(_fails_jobs(module))
+    return -1 if module.endswith(LONGEST) else int(_fails_jobs(module))
 
 
 def _fails_jobs(module: str) -> bool:
@@ -83,8 +86,8 @@ def _seeded() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests that start processes as `dist`, and as `full` what `make test` leaves out (`tests.helpers.gate`).
 
-    Modules of failed jobs, which end their workers, come last: the others share theirs. Lint comes first: mypy takes a
-    minute of one core, which is no matter while there is work for the others.
+    Modules of failed jobs, which end their workers, come last: the others share theirs. mypy and the demo come first:
+    each takes a minute or more, which is no matter while there is work for the others.
     """
     items.sort(key=_place)
     for item in items:

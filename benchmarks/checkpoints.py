@@ -66,7 +66,7 @@ class Watch(TrainerCallback):
 
     def watch(self, trainer: Any) -> None:
         """Takes the time of the methods of `trainer` that save, whether they write or wait."""
-        for name in ("_save_checkpoint", "_commit"):
+        for name in ("_save_checkpoint", "_commit", "_wait_for_copies"):
             if hasattr(trainer, name):
                 setattr(trainer, name, self._timed(trainer, getattr(trainer, name), name == "_save_checkpoint"))
 

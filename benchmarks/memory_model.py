@@ -27,7 +27,7 @@ from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.memory.model import peaks_of
-from fold3d.profile.assumed import assumed_profile
+from fold3d.profile.layers import assumed_profile
 from fold3d.recompute import Recompute
 from fold3d.trace import trace
 

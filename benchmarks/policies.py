@@ -4,6 +4,8 @@
     python -m benchmarks.policies jct --data FOLDER [--rates 4 4.8 5.6] [--seeds 3] [--move 27]
     python -m benchmarks.policies makespan --data FOLDER [--jobs 500]
     python -m benchmarks.policies cost --data FOLDER
+    python -m benchmarks.policies deadline
+    python -m benchmarks.policies slurm
 
 FOLDER has gavel_throughputs.json: steps per second of Gavel's models alone on three kinds of GPU, of which there are
 36 each, and two tables, `simulation` and `physical_cluster` (--table). Jobs are drawn as Gavel draws them (dissertation
@@ -18,16 +20,21 @@ import ast
 import json
 import os
 import random
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, pstdev
 
+from fold3d.cli.main import main as cli
+from fold3d.cluster.deadline import Due, Market, mixture
 from fold3d.cluster.jobs import Cluster, Job, Option
 from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rounds import Rules
 from fold3d.cluster.simulate import Report, simulate
+from fold3d.cluster.slurm import moves
+from fold3d.cluster.slurm.folder import Folder
 from fold3d.cluster.workload import Arrival
 
 DATA = "FOLD3D_GAVEL_DATA"
@@ -147,10 +154,75 @@ def cost(options: argparse.Namespace, types: Types) -> None:
         print(f"| {name} | {'yes' if told else 'no'} | {mean(costs):.0f} | {mean(late):.1%} |", flush=True)
 
 
+def deadline() -> None:
+    """Prints what 48 hours of work cost with spot machines at a third of the price, over availability and deadline."""
+    print("| up, h | down, h | deadline, h | greedy | uniform progress | late, of 1,000 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    ratios = []
+    for up, down in ((24.0, 1.0), (8.0, 2.0), (4.0, 4.0), (2.0, 8.0)):
+        market = Market(price=3.0, spot=1.0, up=up, down=down)
+        for hours in (50.0, 55.0, 60.0, 72.0, 96.0):
+            due = Due(work=48.0, deadline=hours, restart=0.1)
+            made = [mixture(due, market, uniform=uniform) for uniform in (False, True)]
+            cells = [f"{one.dollars / (48.0 * market.price):.2f}" for one in made]
+            late = ", ".join(f"{1000 * one.late:.0f}" for one in made)
+            ratios.append(made[1].dollars / made[0].dollars)
+            print(f"| {up:g} | {down:g} | {hours:g} | {' | '.join(cells)} | {late} |", flush=True)
+    print(f"uniform progress costs {mean(ratios):.3f} of greedy on average, {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+SLEEPERS = ((300, 0.0), (150, 0.0), (200, 0.0), (100, 10.0), (250, 10.0), (120, 20.0))
+"""Steps of the jobs on Slurm, and seconds after which they come."""
+STEP = {"a100": 0.1, "t4": 0.3}
+"""Seconds of a step."""
+
+
+def on_slurm(options: argparse.Namespace) -> None:
+    """Prints when six jobs that sleep are done on a real Slurm of this machine, and in the simulator.
+
+    Three places, of two GPUs each; rounds of 10 seconds. Needs root and Debian's packages (tests/helpers/slurm.py).
+    """
+    from tests.helpers.slurm import slurm
+
+    rules, cluster = Rules(seconds=10.0), Cluster.parse("a100:2,t4:4")
+    toy = Path(__file__).parents[1] / "tests" / "cluster" / "slurm" / "toy"
+    with tempfile.TemporaryDirectory() as name, slurm(Path(name) / "slurm"):
+        place = Path(name)
+        os.environ["FOLD3D_CLUSTER"] = str(place / "jobs")
+        predicted = place / "predicted.json"
+        rates = [{"kind": kind, "gpus": 2, "rate": 1.0 / seconds} for kind, seconds in STEP.items()]
+        predicted.write_text(json.dumps({"rates": rates}))
+        folder, begin, held = Folder(), time.time(), 0
+        waiting, done = dict(enumerate(SLEEPERS)), dict[int, float]()
+        while len(done) < len(SLEEPERS):
+            for job, (steps, at) in list(waiting.items()):
+                if at <= time.time() - begin + 0.01:
+                    words = ["cluster", "submit", str(job), "--on", "a100:1x2", "--on", "t4:1x2"]
+                    words += ["--predicted", str(predicted), "--output", str(place / str(job))]
+                    cli([*words, str(toy), str(steps), "0", *(f"{kind}={sec}" for kind, sec in STEP.items())])
+                    del waiting[job]
+            moves.hold(folder, Policy(name=options.policy), cluster, rules)
+            held += 1
+            time.sleep(max(0.0, begin + held * rules.seconds - time.time()))
+            over = {job: place / str(job) / "over" for job in range(len(SLEEPERS))}
+            done = {job: path.stat().st_mtime - begin - SLEEPERS[job][1] for job, path in over.items() if path.exists()}
+    made = tuple(Option(kind, 2, 1.0 / seconds) for kind, seconds in STEP.items())
+    jobs = [
+        Arrival(name=str(job), at=at, work=float(steps), options=made, start_seconds=options.move)
+        for job, (steps, at) in enumerate(SLEEPERS)
+    ]
+    report = simulate(jobs, Policy(name=options.policy), cluster, rules)
+    print("| job | steps | comes | Slurm, s | simulator, s |\n| --- | --- | --- | --- | --- |")
+    for job, (steps, at) in enumerate(SLEEPERS):
+        print(f"| {job} | {steps} | {at:g} | {done[job]:.1f} | {report.jobs[job].seconds:.1f} |")
+    real, simulated = mean(done.values()), mean(job.seconds for job in report.jobs)
+    print(f"on average {real:.1f} s and {simulated:.1f} s: {simulated / real - 1:+.1%}")
+
+
 def main() -> None:
     """Runs one of the above."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("what", choices=("speed", "jct", "makespan", "cost"))
+    made.add_argument("what", choices=("speed", "deadline", "slurm", "jct", "makespan", "cost"))
     made.add_argument("--data", default=os.environ.get(DATA), help=f"folder; default ${DATA}")
     made.add_argument("--table", default="simulation", choices=("simulation", "physical_cluster"))
     made.add_argument("--policy", default="fair")
@@ -160,8 +232,8 @@ def main() -> None:
     made.add_argument("--window", type=int, nargs=2, default=(4000, 5000), metavar=("FIRST", "LAST"))
     made.add_argument("--jobs", type=int, default=500)
     options = made.parse_args()
-    if options.what == "speed":
-        speed()
+    if options.what in ("speed", "deadline", "slurm"):
+        {"speed": speed, "deadline": deadline, "slurm": lambda: on_slurm(options)}[options.what]()
         return
     if not options.data:
         made.error(f"where is gavel_throughputs.json? Say --data FOLDER, or set {DATA}")

@@ -114,6 +114,9 @@ def lower(
 ) -> Schedule: ...
 def validate(schedule: Schedule, forward_only: bool = False) -> None: ...
 def without_flush(name: str, pp: int, segments: int, micro_batches: int) -> tuple[Schedule, Schedule, Schedule]: ...
+def by_micro_batch(pp: int, steps: int) -> list[Schedule]: ...
+def version_of(rule: str, pp: int, micro_batches: int, stage: int, micro_batch: int) -> int: ...
+def live_versions(rule: str, pp: int, stage: int) -> int: ...
 def peak_stash(schedule: Schedule) -> list[int]: ...
 def validate_room(
     schedule: Schedule,
@@ -602,6 +605,16 @@ class PlanLayout:
     def buckets(self) -> list[list[tuple[float, float, int]]]: ...
     def buckets_of(self, stage: int, pp: int) -> int: ...
 
+class LayerReads:
+    def __init__(
+        self,
+        reads: Sequence[Sequence[int]],
+        unread: Sequence[Sequence[int]],
+        before: Sequence[int],
+        by_all: Sequence[int],
+    ) -> None: ...
+    def completed(self, ranges: _Ranges, pp: int, style: str) -> list[list[tuple[int, list[int]]]]: ...
+
 class PlanJob:
     dp: int
     pp: int
@@ -609,10 +622,7 @@ class PlanJob:
     style: str
     starts: list[int]
     closed_because: str
-    reads: list[list[int]]
-    unread: list[list[int]]
-    read_before: list[int]
-    read_by_all: list[int]
+    reads: LayerReads
     gradient_bytes: list[int]
     parameter_bytes: list[int]
     forward: list[float]
@@ -637,6 +647,8 @@ class PlanJob:
     copy_bandwidth: float
     gradient_share: float
     gradient_delay: int
+    flush: bool
+    weight_versions: int
     hosts: list[int]
     memory_limit: int | None
     pool_limit: int | None
@@ -647,7 +659,6 @@ class PlanJob:
     def add_inside(self, layers: Sequence[_LayerBytes], seconds: Sequence[float]) -> None: ...
     def cut(self, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> _Ranges: ...
     def layout(self, ranges: _Ranges, bucket_bytes: int, spared: PlanSpared) -> PlanLayout: ...
-    def chunk_layers(self, ranges: _Ranges) -> list[list[tuple[int, list[int]]]]: ...
     def run(
         self,
         layout: PlanLayout,
@@ -756,7 +767,6 @@ def search_plans(
     jobs: Sequence[PlanJob],
     space: PlanSpace,
     *,
-    independent: bool,
     beat_ns: int | None,
     threads: int,
     progress: Callable[[PlanProgress], None],

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,17 @@ DP_SYNC = ("zero1", "early", "serial")
 SIMULATED_DP_SYNC = (*DP_SYNC, "blocking", "unvoted")
 """Those of the simulator: also two that fold3d does not train with, for comparison; csrc/core/sim/cluster_model.h."""
 DP_SYNC_DTYPES = ("float32", "bfloat16")
+DELAY_CORRECTIONS = ("none", "error_feedback", "predict")
+WEIGHT_VERSIONS = ("2bw", "stashing", "vertical_sync")
+"""Which weights a micro-batch takes without a flush; csrc/core/ir/versions.h."""
 KERNELS = ("torch", "fold3d")
 FP16_WITH_DELAY = (
     "gradient_delay=1 is not available with fp16: whether a step's gradients are finite is known a step later, when "
     "the loss of the next one has been scaled already; use bf16, or set gradient_delay=0"
+)
+CLIPPED_EACH_MICRO_BATCH = (
+    "PipeDream's weight_versions update the last stage before the first one has its gradients, so that nobody knows "
+    'the norm to clip by: leave max_grad_norm out (of the Trainer: max_grad_norm=0), or set weight_versions="2bw"'
 )
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
@@ -67,23 +74,41 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 class ParallelConfig:
     """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed."""
 
+    parallel: str | None = setting(
+        None,
+        "auto: dp, tp, pp and the micro-batches of global_batch_size samples are decided when training starts, from "
+        "measured layers and links; those of dp, tp and pp that are set stay. Default: as dp, tp and pp say.",
+    )
+    """"auto": dp, tp, pp and the micro-batches are decided when the engine is made, as what is predicted to be fastest
+    for `global_batch_size` by measured layers and links and within the memory; what is set of dp, tp and pp stays. The
+    engine's `config` then says what was decided, and has None here. None: as dp, tp and pp say."""
+    global_batch_size: int | None = setting(
+        None,
+        "Samples of an optimizer step, all replicas together; gradient_accumulation_steps follows. With parallel=auto "
+        "micro-batches have at most per_device_train_batch_size samples. Default: per_device_train_batch_size * "
+        "gradient_accumulation_steps * dp.",
+    )
+    """Samples of an optimizer step, all replicas together; with parallel="auto", where `micro_batches` follows. None:
+    what the batches have."""
     dp: int | None = setting(
         None,
         "Data-parallel replicas of the model. Default: number of processes / (tp * pp).",
     )
     """Data-parallel replicas. None: world size / (tp * pp)."""
     tp: int = setting(
-        1,
+        None,
         "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one host. How "
-        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it.",
+        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it. Default: 1, or what parallel=auto "
+        "decides.",
     )
     """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
-    blocks; `fold3d trace MODEL -t TP` shows it."""
+    blocks; `fold3d trace MODEL -t TP` shows it. None: 1, which it is from then on, or what parallel="auto" decides."""
     pp: int = setting(
-        1,
-        "Pipeline stages: the model's layers are spread over so many processes.",
+        None,
+        "Pipeline stages: the model's layers are spread over so many processes. Default: 1, or what parallel=auto "
+        "decides.",
     )
-    """Pipeline stages."""
+    """Pipeline stages. None: as for `tp`."""
     segments: int | str = setting(
         AUTO,
         "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of each segment. "
@@ -236,6 +261,24 @@ class ParallelConfig:
     few micro-batches; the weights are, bit for bit, those of `gradient_delay=1`, which it needs, and there are two
     versions of them. For the schedule "1f1b" with one segment, and at least as many micro-batches as stages; on the
     CPU. See docs/late-gradients.md."""
+    weight_versions: str = setting(
+        "2bw",
+        "With flush=False, which weights a micro-batch takes, on the CPU: 2bw (two versions, an update per step), or "
+        "PipeDream's, with an update for each micro-batch and as many versions as stages: stashing (each stage its "
+        "newest), vertical_sync (all stages the same).",
+    )
+    """With `flush=False`, which weights a micro-batch takes. "2bw": two versions, an update for each step. "stashing",
+    "vertical_sync" (PipeDream): an update for each micro-batch, so micro_batches=1; a micro-batch takes the newest
+    weights of each stage, or on all stages those with the updates of the micro-batches up to pp before it, in both
+    passes; a stage keeps up to pp versions. See docs/late-gradients.md."""
+    delay_correction: str = setting(
+        "none",
+        "What makes up for gradient_delay=1: none; error_feedback (an update takes twice what the optimizer says, less "
+        "what it said the step before); predict (gradients are those of the weights that the next update would give).",
+    )
+    """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
+    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of
+    2 W(t) - W(t-1); one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
@@ -308,6 +351,7 @@ class ParallelConfig:
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
     def __post_init__(self) -> None:
+        self._check_parallel()
         self._check_counts()
         self._check_parts()
         self._check_tp()
@@ -322,10 +366,53 @@ class ParallelConfig:
         self._check_seconds()
         self._check_blocks()
 
+    def _check_parallel(self) -> None:
+        if self.parallel not in (None, AUTO):
+            raise ConfigError(f'parallel={self.parallel!r}: must be "{AUTO}" or None')
+        if self.parallel is None:
+            for name in ("tp", "pp"):
+                object.__setattr__(self, name, 1 if getattr(self, name) is None else getattr(self, name))
+            if self.global_batch_size is not None:
+                raise ConfigError(
+                    f"global_batch_size={self.global_batch_size!r} has no effect on an engine whose micro_batches are "
+                    'set; remove it, or set parallel="auto"'
+                )
+            return
+        if self.global_batch_size is None:
+            raise ConfigError('parallel="auto" decides for a number of samples per step: set global_batch_size')
+        if self.micro_batches != 1:
+            raise ConfigError(
+                f'micro_batches={self.micro_batches!r} follows from global_batch_size with parallel="auto"; remove it'
+            )
+        if self.micro_batch_size is not None:
+            raise ConfigError(
+                f'micro_batch_size={self.micro_batch_size!r} has no effect with parallel="auto", which decides how '
+                "many samples pass the model at once; remove it"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the mesh is to be decided (`parallel="auto"`): `tp` and `pp` may be None as long as it is."""
+        return self.parallel is not None
+
+    def decided(self, *, dp: int, tp: int, pp: int, micro_batches: int) -> ParallelConfig:
+        """Returns the layout with this mesh. Raises: ConfigError where a setting does not go with it."""
+        return replace(self, parallel=None, global_batch_size=None, dp=dp, tp=tp, pp=pp, micro_batches=micro_batches)
+
     def _check_counts(self) -> None:
-        for name in ("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size", "chunked_loss"):
+        for name in (
+            *("dp", "tp", "pp", "segments", "micro_batches", "micro_batch_size", "group_size", "chunked_loss"),
+            "global_batch_size",
+        ):
             value = getattr(self, name)
-            if (value is None and name in ("dp", "micro_batch_size", "chunked_loss")) or (
+            none = (
+                "dp",
+                "micro_batch_size",
+                "chunked_loss",
+                "global_batch_size",
+                *(("tp", "pp") if self.is_open else ()),
+            )
+            if (value is None and name in none) or (
                 value == AUTO and name in ("segments", "micro_batch_size", "group_size")
             ):
                 continue
@@ -344,6 +431,8 @@ class ParallelConfig:
                 f"loss_reduction={self.loss_reduction!r} has no effect: it says how losses of parts of a micro-batch "
                 "add up; set micro_batch_size, or remove it"
             )
+        if self.is_open:
+            return
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
                 f"group_size={self.group_size} is more than micro_batches={self.micro_batches} (of the Trainer: "
@@ -368,7 +457,12 @@ class ParallelConfig:
             raise ConfigError(f'schedule={self.schedule!r}: must be a name, the path of a CSV file, or "auto"')
         if self.dp_sync not in (AUTO, *DP_SYNC):
             raise ConfigError(f"dp_sync={self.dp_sync!r}: must be one of {', '.join((AUTO, *DP_SYNC))}")
-        for name, known in (("dp_sync_dtype", DP_SYNC_DTYPES), ("kernels", KERNELS)):
+        for name, known in (
+            ("dp_sync_dtype", DP_SYNC_DTYPES),
+            ("kernels", KERNELS),
+            ("delay_correction", DELAY_CORRECTIONS),
+            ("weight_versions", WEIGHT_VERSIONS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
         if self.gradient_delay not in (0, 1) or isinstance(self.gradient_delay, bool):
@@ -383,8 +477,28 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if self.delay_correction != "none" and not self.gradient_delay:
+            raise ConfigError(
+                f"delay_correction={self.delay_correction!r} has no effect with gradient_delay=0; set "
+                "gradient_delay=1, or remove it"
+            )
+        if self.delay_correction == "predict" and self.offload_optimizer:
+            raise ConfigError(
+                'delay_correction="predict" is not available with offload_optimizer=True; set it to False, or '
+                'delay_correction="error_feedback"'
+            )
         if not self.flush:
-            self._check_without_flush()
+            if not self.is_open:
+                self._check_without_flush()
+        elif self.weight_versions != "2bw":
+            raise ConfigError(
+                f"weight_versions={self.weight_versions!r} has no effect with a flush; set flush=False, or remove it"
+            )
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether PipeDream's versions of weights are asked for."""
+        return self.weight_versions != "2bw"
 
     def _check_without_flush(self) -> None:
         if self.schedule == AUTO:
@@ -411,6 +525,18 @@ class ParallelConfig:
             raise ConfigError(
                 f'flush=False is not available with recompute={self.recompute!r}; set recompute="blocks", or flush=True'
             )
+        if self.delay_correction == "predict" or (self.delay_correction != "none" and self.updates_each_micro_batch):
+            raise ConfigError(
+                f"delay_correction={self.delay_correction!r} is not available with flush=False and "
+                f'weight_versions={self.weight_versions!r}; set delay_correction="none", or flush=True'
+            )
+        if self.updates_each_micro_batch:
+            if self.micro_batches != 1:
+                raise ConfigError(
+                    f"weight_versions={self.weight_versions!r} updates weights after each micro-batch, and "
+                    f"micro_batches (of the Trainer: gradient_accumulation_steps) is {self.micro_batches}; set it to 1"
+                )
+            return
         if self.micro_batches < self.pp:
             raise ConfigError(
                 f"flush=False needs at least as many micro-batches as stages, here {self.pp}, and micro_batches (of "
@@ -437,7 +563,7 @@ class ParallelConfig:
                 f"blocks={self.blocks!r} has no effect with partition={self.partition!r}, which says by itself between "
                 "which modules to cut; remove one of them"
             )
-        if self.partition == GRAPH and self.tp > 1:
+        if self.partition == GRAPH and (self.tp or 1) > 1:
             raise ConfigError(
                 f'partition="graph" cuts models that have no list of equal blocks, and tp={self.tp} divides equal '
                 'blocks; set tp=1, or partition="blocks"'
@@ -520,6 +646,11 @@ class ParallelConfig:
             given["preempt"] = not self.preempt
             for name in (name for name, is_given in given.items() if is_given):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with one replica; remove it")
+        if dp > 1 and self.updates_each_micro_batch:
+            raise ConfigError(
+                f"weight_versions={self.weight_versions!r} is not available with dp={dp}: sums over the replicas would "
+                f'have no time to travel between two updates; start {cells} processes, or set weight_versions="2bw"'
+            )
         return dp
 
 

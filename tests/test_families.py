@@ -26,8 +26,7 @@ from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.search import decide
-from fold3d.profile.assumed import assumed_profile
-from fold3d.profile.layers import profile_model
+from fold3d.profile.layers import assumed_profile, profile_model
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.stashes import stashes_of
 from fold3d.profile.tp_sync import with_tp_sync

@@ -88,6 +88,15 @@ def test_metadata(described: tuple[set[str], Message]) -> None:
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
+def test_a_wheel_s_version_names_torch_and_cuda() -> None:
+    """`make wheel` would build it with this tag, and pip takes it for fold3d's version."""
+    commands = run("make", "--no-print-directory", "-n", "wheel", cwd=ROOT)
+    (tag,) = set(re.findall(r"\+(pt\w+)", commands))
+    cuda = torch.version.cuda
+    assert tag == "pt" + "".join(torch.__version__.split(".")[:2]) + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+    assert Version(f"{fold3d.__version__}+{tag}").public == fold3d.__version__
+
+
 @pytest.mark.dist
 def test_the_source_distribution_builds_a_wheel_that_runs_the_example(tmp_path: Path) -> None:
     """In a fresh environment, which sees the tested packages through a path file: torch is not fetched again."""

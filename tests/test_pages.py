@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -22,7 +21,6 @@ from fold3d.cli.main import parser
 from fold3d.observe.step_breakdown import make_breakdown
 from fold3d.plan.simulator import RankBreakdown
 from tests.helpers import pages, python_block
-from tests.helpers.example import EXAMPLE, TINY
 from tests.helpers.pages import PAGES, ROOT
 
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=pages.name)
@@ -108,10 +106,10 @@ def test_what_is_wrong_with_python_is_found() -> None:
         "import fold3d; fold3d.ParallelConfig(pipeline=2)",
         "engine.stop()",
         "trainer.engine.go()",
-        "args.parallel.width",
+        "args.layout.width",
     ):
         assert len(list(python_block.complaints(line))) == 1, line
-    assert not list(python_block.complaints("trainer.engine.flush()\nargs.parallel.pp\nengine.step(batch).loss\n"))
+    assert not list(python_block.complaints("trainer.engine.flush()\nargs.layout.pp\nengine.step(batch).loss\n"))
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -202,47 +200,3 @@ def test_log_keys_are_those_of_the_code() -> None:
     assert sorted(shown) == sorted([*breakdown.log(dp=2, pp=2, tp=2), *beside, *memory])
     measuring = (ROOT / "fold3d" / "trainer" / "measuring.py").read_text()
     assert all(f'"{key}"' in measuring for key in beside + memory)
-
-
-SLURM = {
-    "srun": """#!/bin/sh
-while [ "${1#--}" != "$1" ]; do shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" & all="$all $!"; done
-for one in $all; do wait $one || exit 1; done
-""",
-    "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
-}
-
-
-@pytest.mark.dist
-def test_the_script_for_slurm_runs(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands: two nodes of one process, and the example in the place of train.py."""
-    (script,) = (code for code in pages.blocks(ROOT / "docs" / "several-nodes.md", "bash") if "#SBATCH" in code)
-    example = " ".join([str(EXAMPLE), *TINY, "--use_cpu"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for wanted, instead in (
-        ("train.py --dp 4 --pp 4 --gradient_accumulation_steps 16 --save_steps 500", f"{example} --dp 1 --pp 2"),
-        ("--nproc-per-node 4", "--nproc-per-node 1"),
-        ("IFNAME=eth0", "IFNAME=lo"),
-        ("$((20000 + SLURM_JOB_ID % 10000))", str(port)),
-        ("/shared/out", str(tmp_path / "out")),
-    ):
-        assert wanted in script, wanted
-        script = script.replace(wanted, instead)
-    for name, text in SLURM.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    settings = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_CPUS_PER_TASK": "1"}
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env=os.environ | settings | {"PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0

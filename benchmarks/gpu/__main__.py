@@ -217,7 +217,7 @@ def _kernels(device: str, sizes: Sizes) -> list[Row]:
 
 def kernel_systems(device: str, sizes: Sizes) -> dict[str, dict[str, Callable[[], Any]]]:
     """Returns, per kernel, what torch does and what fold3d does, on the same memory."""
-    from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
+    from fold3d.data_parallel.optimizer.bucket_optimizer import step_by_kernel
 
     count = sizes.width * sizes.width
     flat = torch.randn(12 * count, device=device)

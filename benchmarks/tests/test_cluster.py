@@ -24,6 +24,7 @@ from benchmarks.cluster.grid import GridReport, Measured, cells, costs_of, measu
 from benchmarks.cluster.on_rank.virtual_layer import VirtualLayer
 from benchmarks.cluster.prediction import Costs, predict_step
 from benchmarks.cluster.preemption import PreemptionReport, measure_preemption, variants
+from benchmarks.cluster.results import rivals
 from benchmarks.cluster.results.chart import draw_grid
 from benchmarks.cluster.results.latency import Latency, measure_latency
 from benchmarks.cluster.results.markdown import to_markdown
@@ -204,6 +205,25 @@ def test_runs_wait_for_calm_but_not_for_ever() -> None:
     assert shares == [0.5]
     assert not wait_for_calm(lambda: 0.2, pause_s=0.0, most_s=0.01)
     assert 0.0 <= stolen_now() <= 1.0
+
+
+def test_comparisons_side_by_side(tmp_path: Path) -> None:
+    """Of a family the fastest counts; what gloo's emulation sends is taken off."""
+    results = [
+        report_of({"fold3d-auto": (2.0,), "torch-bfs:4": (4.0,), "torch-bfs:8": (3.0,)}).as_json(),
+        report_of({"fold3d-auto": (1.0,), "torch-bfs:4": (4.0,), "torch-1f1b": (5.0,)}).as_json(),
+    ]
+    results[1]["network"] += ", round trip 10 ms"
+    results[1]["rivals"] = {"torch-bfs:4": {"without_emulation_s": 2.5}}
+    lines = rivals.table(results).splitlines()
+    assert lines[0] == "| step, s (times the first) | A, RTT 0 ms | A, RTT 10 ms |"
+    assert lines[2:] == [
+        "| fold3d | 2.00 (1.00) | 1.00 (1.00) |",
+        "| torch pipelining, breadth first | 3.00 (1.50) | 2.50 (2.50) |",
+    ]
+    pytest.importorskip("matplotlib")
+    rivals.draw(results, tmp_path / "rivals.svg")
+    assert (tmp_path / "rivals.svg").stat().st_size > 0
 
 
 def test_report_takes_medians() -> None:

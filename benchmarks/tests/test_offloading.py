@@ -26,7 +26,7 @@ from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.search import search
-from fold3d.profile.assumed import assumed_profile
+from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace
 
 COSTS = Costs(latency_s=1e-4, action_s=1e-4)

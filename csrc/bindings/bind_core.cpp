@@ -13,6 +13,7 @@
 #include "core/ir/schedule.h"
 #include "core/ir/stash.h"
 #include "core/ir/timeline.h"
+#include "core/ir/versions.h"
 #include "core/partition.h"
 #include "core/passes/grid.h"
 #include "core/passes/lower.h"
@@ -109,6 +110,19 @@ void bind_schedule(py::module_& module) {
         return std::make_tuple(std::move(lists.first), std::move(lists.every), std::move(lists.drain));
       },
       py::arg("name"), py::arg("pp"), py::arg("segments"), py::arg("micro_batches"));
+  module.def("by_micro_batch", &core::by_micro_batch, py::arg("pp"), py::arg("steps"));
+  module.def(
+      "version_of",
+      [](const std::string& rule, int pp, int micro_batches, int stage, int micro_batch) {
+        return core::version_of(core::parse_version_rule(rule), Shape{pp, 1, micro_batches}, stage, micro_batch);
+      },
+      py::arg("rule"), py::arg("pp"), py::arg("micro_batches"), py::arg("stage"), py::arg("micro_batch"));
+  module.def(
+      "live_versions",
+      [](const std::string& rule, int pp, int stage) {
+        return core::live_versions(core::parse_version_rule(rule), Shape{pp, 1, 1}, stage);
+      },
+      py::arg("rule"), py::arg("pp"), py::arg("stage"));
   module.def("peak_stash", &core::peak_stash, py::arg("schedule"));
   module.def(
       "validate_room",

@@ -129,6 +129,26 @@ void bind_job(py::module_& module) {
       .def_property_readonly("leaves",
                              [](const Spared& one) { return kLeaves.at(static_cast<std::size_t>(one.leaves)); })
       .def_readonly("percent", &Spared::percent);
+  py::class_<core::LayerReads>(module, "LayerReads", "Which parameters a model's layers read, by number; immutable.")
+      .def(py::init([](std::vector<std::vector<int>> reads, std::vector<std::vector<int>> unread,
+                       std::vector<int> before, std::vector<int> by_all) {
+             if (reads.empty() || reads.size() != unread.size()) {
+               throw std::invalid_argument("reads and unread have one entry for each block and one for the epilogue");
+             }
+             return core::LayerReads{std::move(reads), std::move(unread), std::move(before), std::move(by_all)};
+           }),
+           py::arg("reads"), py::arg("unread"), py::arg("before"), py::arg("by_all"))
+      .def(
+          "completed",
+          [](const core::LayerReads& reads, const Ranges& ranges, int pp, const std::string& style) {
+            std::vector<std::vector<std::pair<int, std::vector<int>>>> chunks;
+            for (auto& layers : reads.completed(ranges, pp, core::parse_style(style))) {
+              auto& chunk = chunks.emplace_back();
+              for (auto& layer : layers) chunk.emplace_back(layer.number, std::move(layer.parameters));
+            }
+            return chunks;
+          },
+          py::arg("ranges"), py::arg("pp"), py::arg("style"));
   py::class_<PlanJob>(module, "PlanJob", "What the planner is told about a training job: numbers only.")
       .def(py::init<>())
       .def_readwrite("dp", &PlanJob::dp)
@@ -140,9 +160,6 @@ void bind_job(py::module_& module) {
       .def_readwrite("starts", &PlanJob::starts)
       .def_readwrite("closed_because", &PlanJob::closed_because)
       .def_readwrite("reads", &PlanJob::reads)
-      .def_readwrite("unread", &PlanJob::unread)
-      .def_readwrite("read_before", &PlanJob::read_before)
-      .def_readwrite("read_by_all", &PlanJob::read_by_all)
       .def_readwrite("gradient_bytes", &PlanJob::gradient_bytes)
       .def_readwrite("parameter_bytes", &PlanJob::parameter_bytes)
       .def_readwrite("forward", &PlanJob::forward)
@@ -176,6 +193,8 @@ void bind_job(py::module_& module) {
       .def_readwrite("copy_bandwidth", &PlanJob::copy_bandwidth)
       .def_readwrite("gradient_share", &PlanJob::gradient_share)
       .def_readwrite("gradient_delay", &PlanJob::gradient_delay)
+      .def_readwrite("flush", &PlanJob::flush)
+      .def_readwrite("weight_versions", &PlanJob::weight_versions)
       .def_readwrite("hosts", &PlanJob::hosts)
       .def_readwrite("memory_limit", &PlanJob::memory_limit)
       .def_readwrite("pool_limit", &PlanJob::pool_limit)
@@ -195,13 +214,6 @@ void bind_job(py::module_& module) {
             return core::layout_of(job, ranges, bucket_bytes, spared);
           },
           py::arg("ranges"), py::arg("bucket_bytes"), py::arg("spared"))
-      .def(
-          "chunk_layers",
-          [](const PlanJob& job, const Ranges& ranges) {
-            job.check();
-            return core::chunk_layers(job, ranges);
-          },
-          py::arg("ranges"))
       .def(
           "run",
           [](const PlanJob& job, const Layout& layout, const std::string& schedule, int group_size,
@@ -342,10 +354,9 @@ void bind_search(py::module_& module) {
           py::arg("job"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "search_plans",
-      [](const std::vector<PlanJob>& jobs, const PlanSpace& space, bool independent,
+      [](const std::vector<PlanJob>& jobs, const PlanSpace& space,
          std::optional<std::int64_t> beat_ns, int threads, const std::function<void(const PlanProgress&)>& progress) {
-        core::SearchOptions options{.independent = independent,
-                                    .beat_ns = beat_ns.value_or(core::kNever),
+        core::SearchOptions options{.beat_ns = beat_ns.value_or(core::kNever),
                                     .each = on_threads(threads),
                                     .progress = [&progress](const PlanProgress& state) {
                                       handle_signals();
@@ -355,7 +366,7 @@ void bind_search(py::module_& module) {
         const py::gil_scoped_release free;
         return core::search_plans(jobs, space, options);
       },
-      py::arg("jobs"), py::arg("space"), py::kw_only(), py::arg("independent"), py::arg("beat_ns"), py::arg("threads"),
+      py::arg("jobs"), py::arg("space"), py::kw_only(), py::arg("beat_ns"), py::arg("threads"),
       py::arg("progress"));
 }
 

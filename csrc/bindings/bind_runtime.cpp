@@ -41,9 +41,9 @@ struct PyRun {
 };
 
 /// A Python object with forward(micro_batch, tensors) -> (tensors, result), which in schedules with OFFLOAD gets a
-/// StashBatch besides, and reduce() -> None; turn_to(step_before) in runs without a flush; and, for schedules with
-/// RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and recompute(micro_batch, tensors, kept)
-/// -> tensors.
+/// StashBatch besides, and reduce() -> None; turn_to(number, step_before) in runs without a flush; and, for schedules
+/// with RECOMPUTE, forward_first(micro_batch, tensors) -> (tensors, result, kept) and recompute(micro_batch, tensors,
+/// kept) -> tensors.
 class PyChunk final : public runtime::Chunk {
  public:
   explicit PyChunk(py::object chunk) : chunk_(std::move(chunk)), forward_(chunk_.attr("forward")) {}
@@ -82,9 +82,9 @@ class PyChunk final : public runtime::Chunk {
     return sent.cast<std::vector<at::Tensor>>();
   }
 
-  void turn_to(bool step_before) override {
+  void turn_to(int micro_batch, bool step_before) override {
     const py::gil_scoped_acquire gil;
-    chunk_.attr("turn_to")(step_before);
+    chunk_.attr("turn_to")(micro_batch, step_before);
   }
 
   void reduce() override {

@@ -2,7 +2,7 @@
 
 from fold3d.checkpoint import manifest
 from fold3d.checkpoint.adapters import adapter_files, has_adapters, load_adapters
-from fold3d.checkpoint.background import Background
+from fold3d.checkpoint.background import Background, Part
 from fold3d.checkpoint.consensus import together
 from fold3d.checkpoint.delivery import Delivery, sees_folder, write_all
 from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_stale
@@ -19,6 +19,7 @@ __all__ = [
     "LateGradientsFiles",
     "OptimizerFiles",
     "OptimizerLayout",
+    "Part",
     "WeightsFiles",
     "adapter_files",
     "has_adapters",

@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fold3d.checkpoint.background import Background
 from fold3d.checkpoint.regions import Entry, Region, box_of, spread_over, windows, write_box
 from fold3d.checkpoint.relay import Relay
 from fold3d.comms.family import as_bytes
@@ -73,16 +72,12 @@ class Delivery:
     (`together`), where an error of one becomes one of all.
     """
 
-    def __init__(
-        self, world: WorldGroup, patience: float, *, is_shared: bool, background: Background | None = None
-    ) -> None:
+    def __init__(self, world: WorldGroup, patience: float, *, is_shared: bool) -> None:
         """Args:
         patience: seconds to wait for a rank, which may be writing.
         is_shared: what `sees_folder` found.
-        background: takes what is to be written, for later; None: it is written at once.
         """
-        self._world, self._patience = world, patience
-        self._is_shared, self._background = is_shared, background
+        self._world, self._patience, self._is_shared = world, patience, is_shared
         self._files: list[Files[Any]] = []
 
     def to_files(
@@ -127,11 +122,7 @@ class Delivery:
                     regions, pieces, lambda p, at, data: writer.write(locations[p.key], p.entry.shape, at, data)
                 )
             return
-        writes = [(locations[region.key], region) for region in regions]
-        if self._background is not None:
-            self._background.add(files.folder, writes)
-        else:
-            write_all(files.folder, writes)
+        write_all(files.folder, [(locations[region.key], region) for region in regions])
 
     def to_rank_0(self, regions: Sequence[Region[Key]]) -> dict[Key, Tensor]:
         """Returns the whole tensors in host memory on rank 0, nothing elsewhere: for formats that need all at once.

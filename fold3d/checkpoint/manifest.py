@@ -27,7 +27,12 @@ _TELLING = (".safetensors", ".json", ".pt", ".pth")
 
 
 def write(
-    folder: Path, *, step_index: int, batch: int | None = None, late_settings: list[dict[str, Any]] | None = None
+    folder: Path,
+    *,
+    step_index: int,
+    batch: int | None = None,
+    late_settings: list[dict[str, Any]] | None = None,
+    mesh: dict[str, int] | None = None,
 ) -> None:
     """Writes the manifest of everything now in `folder`.
 
@@ -35,6 +40,7 @@ def write(
         step_index: optimizer steps the engine has begun.
         batch: samples of an optimizer step, over all replicas.
         late_settings: with which the gradients in the folder will be taken; None: there are none.
+        mesh: what parallel="auto" has decided; it is tried again, and needs not be.
     """
     files = {
         str(path.relative_to(folder)): path.stat().st_size
@@ -44,6 +50,8 @@ def write(
     content: dict[str, Any] = {"version": _VERSION, "step_index": step_index, "batch": batch, "files": files}
     if late_settings is not None:
         content["late_settings"] = late_settings
+    if mesh is not None:
+        content["mesh"] = mesh
     (folder / NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -66,6 +74,13 @@ def late_settings(folder: Path) -> list[dict[str, Any]] | None:
     """Returns what `write` was given."""
     path = folder / NAME
     found: list[dict[str, Any]] | None = _load(path).get("late_settings") if path.is_file() else None
+    return found
+
+
+def mesh(folder: Path) -> dict[str, int] | None:
+    """Returns what `write` was given."""
+    path = folder / NAME
+    found: dict[str, int] | None = _load(path).get("mesh") if path.is_file() else None
     return found
 
 

@@ -100,7 +100,8 @@ def _key(words: Sequence[str]) -> str | None:
     if any(len(word) > 3 and "--measure".startswith(word) for word in words):
         return None
     try:
-        configs = [path.read_text() for path in map(_config, words[1:]) if path is not None]
+        said = [word.partition("=")[2] if word.startswith("--") else word for word in words[1:]]
+        configs = [path.read_text() for path in map(_config, said) if path is not None]
         packages = [_package(name) for name in _PACKAGES]
     except (OSError, ValueError, PackageNotFoundError):
         return None

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import model_option, rivals, tp_option
+from fold3d.cli import cluster_option, model_option, rivals, tp_option
 from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
-from fold3d.config import AUTO, ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fold3d.plan.constraints import Constraints
     from fold3d.plan.costs import Profile
@@ -30,13 +31,17 @@ _MESHES_SHOWN = 10
 _SECONDS_BETWEEN_LINES = 2.0
 _MOST_SAMPLES = 128
 """Of a micro-batch, in a search."""
+_MOST_TOKENS = 2048
+"""Of a sample, where nobody says and the model takes more."""
+_OF_COST = 1e9
+"""Tokens whose cost is said."""
 
 
 def add(subcommands: Any, *, knobs: bool) -> None:
     """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
     made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
     model_option.add(made)
-    made.add_argument("-w", "--world-size", type=int, required=True, metavar="N", help="processes, one per device")
+    made.add_argument("-w", "--world-size", type=int, metavar="N", help="processes, one per device")
     made.add_argument("-p", "--pp", type=_axis, default=1, help="stages, or auto; default 1; the rest are replicas")
     made.add_argument("-t", "--tp", type=_axis, default=1, help="that share each weight of a stage, or auto; default 1")
     made.add_argument(
@@ -44,7 +49,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     )
     made.add_argument("--global-micro-batches", type=int, metavar="M", help="per step, of all replicas; with auto")
     made.add_argument(
-        "--ranks-per-host",
+        *("--ranks-per-host", "--gpus-per-host"),
         type=int,
         metavar="N",
         help="within which --tp auto stays, default 8; HSDP is compared where it is given",
@@ -56,18 +61,36 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         metavar="N",
         help="of a step, all replicas together, instead of --batch and the number of micro-batches: both are chosen",
     )
-    made.add_argument("--tokens", type=int, metavar="N", help="of a sample, default 128; models with input_ids")
+    made.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"of a sample; models with input_ids; default: what a configuration says, at most {_MOST_TOKENS}",
+    )
+    made.add_argument(
+        "--dtype", choices=cluster_option.DTYPES, help="of weights and activations; default: the configuration's"
+    )
+    made.add_argument(
+        "--no-flush",
+        action="store_true",
+        help="steps follow each other without one, with --gradient-delay 1, schedule 1f1b and one segment (2BW)",
+    )
+    made.add_argument(
+        "--delay-correction", choices=DELAY_CORRECTIONS, default="none", help="of --gradient-delay 1; default none"
+    )
     made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     costs = made.add_argument_group("cluster")
-    costs.add_argument("--tflops", type=float, default=50.0, metavar="T", help="that a device sustains, default 50")
+    costs.add_argument(
+        "--tflops", type=float, metavar="T", help="that a device sustains, default 50, or 45 %% of --device's peak"
+    )
     costs.add_argument("--measure", action="store_true", help="time the layers on this machine instead")
+    costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="per process, each way; default 10")
+    costs.add_argument("--latency", type=float, metavar="US", help="of a message, default 50")
     costs.add_argument(
-        "--bandwidth", type=float, default=10.0, metavar="GBIT", help="per process, each way; default 10"
+        "--copy-bandwidth", type=float, metavar="GB", help="a second to host memory and back, default 25"
     )
-    costs.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
-    costs.add_argument(
-        "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to host memory and back, default 25"
-    )
+    cluster_option.add(costs)
     tp_option.add(costs)
     made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this one would choose")
     made.set_defaults(run=run)
@@ -90,28 +113,123 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.memory.changes import predicted_curves
     from fold3d.plan.space.registry import KNOBS, constrained
 
-    _check(options)
+    _settle(options)
+    if options.no_flush:  # nothing else goes without one
+        vars(options).update(schedule=options.schedule or "1f1b", segments=options.segments or "1")
     given = {knob: getattr(options, knob.name) for knob in KNOBS}
     constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
     if options.global_samples is None:
         batch = {"batch": options.batch or 1}
-        job, proposal, whole = _planned(argparse.Namespace(**(vars(options) | batch)), constraints)
+        planned = _planned(argparse.Namespace(**(vars(options) | batch)), constraints)
     else:
-        job, proposal, whole = _best_batch(options, constraints)
+        planned = _best_batch(options, constraints)
+    job, proposal, whole = planned.job, planned.proposal, planned.layers.whole
     if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
         raise ConfigError(
             f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
             f"{text_of_bytes(proposal.memory_bytes)} of {text_of_bytes(job.memory_limit)}; raise --memory-limit or "
             "--pp, or lower --batch"
         )
+    if options.json:
+        print(json.dumps(planned.to_dict(), indent=2))
+        return
+    needs, limit = text_of_bytes(proposal.memory_bytes), job.memory_limit
+    print(f"fits: {needs} of {text_of_bytes(limit)}" if limit else f"needs {needs} on the fullest process")
+    for line in planned.tables:
+        print(line)
     print(proposal.table)
+    print(f"  with the mesh: {planned.mesh_flags} and the above")
     print(f"strategy: {proposal.strategy}")
+    print(planned.speed.words())
     for line in _against_rivals(options, job, proposal, whole):
         print(line)
-    for line in rivals.lines(options.planner, options, job, whole) if options.planner else ():
+    told = argparse.Namespace(**(vars(options) | {"tokens": planned.layers.tokens}))
+    for line in rivals.lines(options.planner, told, job, whole) if options.planner else ():
         print(line)
     print(breakdown_table("stage", proposal.prediction))
     print(memory_table(predicted_curves(job, proposal.strategy)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Speed:
+    """What a step of so many milliseconds comes to, of all processes together."""
+
+    tokens_per_second: float | None
+    """None for models without tokens."""
+    utilisation: float
+    """FLOPs of the model, without what is computed again, as a share of `of_flops` a device."""
+    of_flops: float
+    is_peak: bool
+    """Whether that is the device's peak: then it is called MFU."""
+    cost: float | None
+    """Of _OF_COST tokens; None without a price."""
+
+    def words(self) -> str:
+        """Returns a line for people."""
+        share = f"{'MFU' if self.is_peak else 'busy'} {100 * self.utilisation:.1f} %"
+        tokens = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s, "
+        return f"{tokens}{share} of {self.of_flops / 1e12:g} TFLOP/s" + (
+            "" if self.cost is None else f", {self.cost:,.2f} for 10^9 tokens"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """What the planner was told and says, of the best mesh."""
+
+    job: Job
+    proposal: Proposal
+    layers: _Layers
+    options: argparse.Namespace
+    tried: Sequence[Tried] = ()
+    """The meshes that were compared."""
+    tables: Sequence[str] = ()
+    """What else is to be said of the comparison."""
+
+    @property
+    def mesh_flags(self) -> str:
+        """The Trainer's arguments of the mesh and the micro-batches."""
+        one = self.proposal.strategy
+        sizes = f"--dp {one.dp} --tp {one.tp} --pp {one.pp} --gradient_accumulation_steps {one.micro_batches}"
+        return f"{sizes} --per_device_train_batch_size {self.options.batch}"
+
+    @property
+    def speed(self) -> _Speed:
+        """Of the proposal."""
+        return self.layers.speed(self.proposal.step_ms, self.job.dp * self.job.micro_batches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what --json prints: bytes, seconds and tokens as numbers, None for what is not known."""
+        job, proposal = self.job, self.proposal
+
+        def entry(step_ms: float | None, memory_bytes: int | None) -> dict[str, Any]:
+            speed = None if step_ms is None else self.layers.speed(step_ms, job.dp * job.micro_batches)
+            return {
+                "step_seconds": None if step_ms is None else step_ms / 1e3,
+                "memory_bytes": memory_bytes,
+                "tokens_per_second": None if speed is None else speed.tokens_per_second,
+                "utilisation": None if speed is None else speed.utilisation,
+                "cost_of_1e9_tokens": None if speed is None else speed.cost,
+            }
+
+        return {
+            "strategy": str(proposal.strategy),
+            "flags": f"{self.mesh_flags} {proposal.flags}",
+            "memory_limit": job.memory_limit,
+            "exposed_seconds": _exposed_ms(proposal) / 1e3,
+            **entry(proposal.step_ms, proposal.memory_bytes),
+            "meshes": [
+                {"dp": one.mesh.dp, "tp": one.mesh.tp, "pp": one.mesh.pp, "micro_batches": one.mesh.micro_batches}
+                | entry(one.step_ms, None if one.found is None or one.step_ms is None else one.found.memory_bytes)
+                | {"reason": one.reason or None}
+                for one in self.tried
+            ],
+        }
+
+
+def _exposed_ms(proposal: Proposal) -> float:
+    """Returns for how long the stage that waits most waits for the network."""
+    return max(one.exposed_tp_ms + one.exposed_pp_ms + one.exposed_dp_ms for one in proposal.prediction.ranks)
 
 
 def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, whole: Profile) -> list[str]:
@@ -119,9 +237,11 @@ def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, w
     count, per_host = options.world_size, options.ranks_per_host
     if per_host is not None and 1 < count <= per_host:
         return [f"all {count} processes are on one host: where the model fits, take FSDP, whose sums stay inside"]
+    hosts = options.placement
     rivals = rivals_of(
         whole,
-        bandwidth=job.network.bandwidth,
+        bandwidth=job.network.bandwidth if hosts is None else hosts.between.bandwidth / hosts.per_host,
+        card=None if hosts is None else hosts.between.bandwidth,
         processes=count,
         micro_batches=job.dp * job.micro_batches,
         ranks_per_host=per_host,
@@ -129,36 +249,37 @@ def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, w
     return [rival.against(proposal.step_ms) for rival in rivals]
 
 
-def _planned(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
-    """Returns what the planner was told and says, of the best mesh, and the costs of layers that nobody shares.
-
-    Raises: ConfigError, TraceError.
-    """
+def _planned(options: argparse.Namespace, constraints: Constraints) -> _Planned:
+    """Returns what is planned, of the best mesh. Raises: ConfigError, TraceError."""
     from fold3d.plan.search import decide, decide_jobs
     from fold3d.plan.space.mesh import Mesh, search_meshes
+    from fold3d.splitting.plan_sharding import shared_captures
     from fold3d.trace.shadow import shared_shadows
 
     fixed = options.tp is not None and options.pp is not None
     if fixed:
         _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    with shared_shadows():  # of the model, which is the same for all meshes
+    with shared_shadows(), shared_captures():  # of the model, which is the same for all meshes
         layers = _Layers(options)
         if fixed:
             mesh = _mesh(options)
             job = layers.job(mesh)
-            return job, decide(job, constraints, lambda: True, progress=_Teller([mesh])), layers.whole
+            proposal = decide(job, constraints, lambda: True, progress=_Teller([mesh]))
+            return _Planned(job=job, proposal=proposal, layers=layers, options=options)
 
         def decided(jobs: list[Job]) -> list[Found]:
             told = [Mesh(tp=job.tp, pp=job.pp, dp=job.dp, micro_batches=job.micro_batches) for job in jobs]
             return decide_jobs(jobs, constraints, lambda: True, progress=_Teller(told))
 
         tried = search_meshes(_meshes(options, layers), layers.job, decided)
-        print(_mesh_table(tried))
+        table = _mesh_table(tried, layers)
         if tried[0].found is None:
             raise ConfigError(
-                f"no mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp or --pp"
+                f"{table}\nno mesh of {options.world_size} processes is possible; the table says why. Change -w, --tp "
+                "or --pp"
             )
-        return layers.job(tried[0].mesh), tried[0].found.proposal(), layers.whole
+        job, proposal = layers.job(tried[0].mesh), tried[0].found.proposal()
+        return _Planned(job=job, proposal=proposal, layers=layers, options=options, tried=tried, tables=[table])
 
 
 class _Teller:
@@ -182,14 +303,14 @@ class _Teller:
         print(f"{state.doing}: {state.simulated} plans simulated; {best}", file=sys.stderr, flush=True)
 
 
-def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[Job, Proposal, Profile]:
-    """Returns `_planned` of the size of micro-batches with the shortest step of those that fit, after a table of all.
+def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Planned:
+    """Returns `_planned` of the size of micro-batches with the shortest step of those that fit, with a table of all.
 
     Raises: ConfigError when no size divides the samples.
     """
     from fold3d.plan.micro_batch_size import search_sizes
 
-    wholes = {}
+    planned: dict[int, _Planned] = {}
 
     def plan(size: int) -> tuple[Job, Proposal]:
         if options.tp is None or options.pp is None:
@@ -197,20 +318,19 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> tuple[
         else:
             dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
             count = {"micro_batches": options.global_samples // (size * dp)}
-        job, proposal, wholes[size] = _planned(
-            argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints
-        )
-        return job, proposal
+        one = planned[size] = _planned(argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints)
+        return one.job, one.proposal
 
     found = search_sizes(_sizes(options), plan)
-    print("samples of a micro-batch  predicted step")
+    lines = ["samples of a micro-batch  predicted step"]
     for one in found:
         needs = f"{text_of_bytes(one.proposal.memory_bytes)} on the fullest rank" + (
             "" if one.fits else ", does not fit"
         )
         count = one.proposal.strategy.micro_batches
-        print(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
-    return found[0].job, found[0].proposal, wholes[found[0].size]
+        lines.append(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
+    best = planned[found[0].size]
+    return replace(best, tables=[*lines, *best.tables])
 
 
 def _sizes(options: argparse.Namespace) -> list[int]:
@@ -226,9 +346,12 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes_of(samples, _MOST_SAMPLES)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises: ConfigError for options that make no sense, or do not fit each other."""
-    for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size", "global_samples"):
+def _settle(options: argparse.Namespace) -> None:
+    """Makes options complete. Raises: ConfigError for some that make no sense, or do not fit each other."""
+    if options.dtype is None:
+        options.dtype = model_option.dtype_of(options)
+    cluster_option.settle(options)
+    for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size", "global_samples", "price"):
         if getattr(options, name) is not None and not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
     if not 0 <= options.latency < 1e9:
@@ -251,6 +374,15 @@ def _check(options: argparse.Namespace) -> None:
             f"--global-micro-batches={options.global_micro_batches} is for --tp auto or --pp auto; "
             "with both given, --micro-batches says how many a replica runs"
         )
+    if options.gradient_delay != "1":
+        for name in (
+            name for name in ("no_flush", "delay_correction") if getattr(options, name) not in (False, "none")
+        ):
+            raise ConfigError(f"--{name.replace('_', '-')} needs late gradients; set --gradient-delay 1")
+    if options.no_flush and options.tp != 1:
+        raise ConfigError("--no-flush is not available with --tp; leave it out")
+    if options.no_flush and options.delay_correction == "predict":
+        raise ConfigError("--delay-correction predict is not available with --no-flush; leave one of them out")
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host is {options.ranks_per_host}; a host has at least one")
 
@@ -284,16 +416,18 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
     )
 
 
-def _mesh_table(tried: Sequence[Tried]) -> str:
+def _mesh_table(tried: Sequence[Tried], layers: _Layers) -> str:
     """Returns what was tried, the best first."""
     shown = tried[:_MESHES_SHOWN]
     width = max(len(one.mesh.name) for one in shown)
-    lines = [f"{'mesh':<{width}}  predicted step"]
+    lines = [f"{'mesh':<{width}}  predicted step, memory of the fullest process, waiting for the network"]
     for one in shown:
         if one.found is None or one.step_ms is None:
             lines.append(f"{one.mesh.name:<{width}}  {one.reason.splitlines()[0]}")
             continue
-        needs = f"{one.step_ms:9.1f} ms  {text_of_bytes(one.found.memory_bytes)} on the fullest rank"
+        exposed = _exposed_ms(one.found.proposal())
+        speed = layers.speed(one.step_ms, one.mesh.dp * one.mesh.micro_batches).words()
+        needs = f"{one.step_ms:9.1f} ms  {text_of_bytes(one.found.memory_bytes)}  {exposed:.1f} ms  {speed}"
         lines.append(f"{one.mesh.name:<{width}}  {needs}" + (f", {one.reason}" if one.reason else ""))
     if len(tried) > len(shown):
         lines.append(f"{len(tried) - len(shown)} more are slower, or cannot be")
@@ -304,34 +438,39 @@ class _Layers:
     """What the model's layers cost, whole and in parts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
         from fold3d.device import default_device
         from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-        from fold3d.profile.assumed import assumed_profile
-        from fold3d.profile.layers import profile_model
+        from fold3d.profile.layers import assumed_profile, profile_model
         from fold3d.stage.recompute import check_patterns
         from fold3d.trace import trace
 
         self._options = options
         self._link = tp_option.link_of(options, has_tp=options.tp != 1)
         model, example = model_option.load(options)
+        if options.dtype is not None:
+            model = model.to(getattr(torch, options.dtype))
         if example is None:
             raise ConfigError(
                 f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)"
             )
-        self._model, self._example = model, _resized(example, options)
+        self._model, self.example = model, _resized(model, example, options)
+        if not options.json:
+            shapes = model_option.shapes_of(self.example)
+            print(f"{model_option.describe(model)}; a micro-batch: {shapes}; {cluster_option.words_of(options)}")
         chunks = (options.pp or 1) * int(options.segments or 1)
         self.trace = trace(
-            model, blocks=options.blocks, partition=options.partition, example=self._example, chunks=chunks
+            model, blocks=options.blocks, partition=options.partition, example=self.example, chunks=chunks
         )
         again = RECOMPUTE.read(options.recompute or "none")
         check_patterns(model, self.trace.blocks, again)
-        print(f"{model_option.describe(model)}; a micro-batch: {model_option.shapes_of(self._example)}")
         if options.measure:
             self._device = default_device()
-            self.whole = profile_model(model, self.trace, self._example, self._device, recompute=again)
+            self.whole = profile_model(model, self.trace, self.example, self._device, recompute=again)
         else:
             speed = options.tflops * 1e12
-            self.whole = assumed_profile(model, self.trace, self._example, flops_per_second=speed, recompute=again)
+            self.whole = assumed_profile(model, self.trace, self.example, flops_per_second=speed, recompute=again)
         self._profiles = {1: self.whole}
         self._refused: dict[int, ConfigError] = {}  # by tp: finding out takes seconds
 
@@ -342,13 +481,16 @@ class _Layers:
         from fold3d.schedule import style_of
 
         config = _config(self._options, mesh.tp, mesh.pp, mesh.micro_batches)
-        latency, bandwidth = self._options.latency / 1e6, self._options.bandwidth * 1e9 / 8
+        hosts, options = self._options.placement, self._options
+        latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
+        network = NetworkCosts(
+            pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **self._link
+        )
         return Job(
             trace=self.trace.under(mesh.tp),
             profile=self._profile(mesh.tp, bool(config.sequence_parallel)),
-            network=NetworkCosts(
-                pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **self._link
-            ),
+            network=network if hosts is None else hosts.network(options.world_size, mesh.tp),
+            hosts=() if hosts is None else hosts.of_places(mesh.dp, mesh.pp, mesh.tp),
             dp=mesh.dp,
             tp=mesh.tp,
             pp=mesh.pp,
@@ -360,7 +502,38 @@ class _Layers:
             copy_bandwidth=self._options.copy_bandwidth * 1e9,
             pool_is_elsewhere=True,
             may_split=mesh.tp == 1,
+            flush=not self._options.no_flush,
+            delay_correction=self._options.delay_correction,
             host_is_elsewhere=True,
+        )
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sample; None for models without."""
+        ids = self.example.get("input_ids")
+        return None if ids is None else int(ids.shape[1])
+
+    def speed(self, step_ms: float, micro_batches: int) -> _Speed:
+        """Returns what a step comes to.
+
+        Args:
+            micro_batches: of a step, all replicas together.
+        """
+        options, trace = self._options, self.trace
+        ids = self.example.get("input_ids")
+        seconds, count = step_ms / 1e3, options.world_size
+        forward = sum(cost.flops for cost in (trace.prologue_cost, *trace.costs, trace.epilogue_cost))
+        peak = options.tflops * 1e12 if options.peak is None else options.peak
+        tokens = None if ids is None else micro_batches * ids.numel() / seconds
+        cost = None
+        if options.price is not None and tokens:
+            cost = options.price * count / 3600 * _OF_COST / tokens
+        return _Speed(
+            tokens_per_second=tokens,
+            utilisation=3 * forward * micro_batches / (seconds * count * peak),  # a backward is two forwards
+            of_flops=peak,
+            is_peak=options.peak is not None,
+            cost=cost,
         )
 
     def _profile(self, tp: int, sequence_parallel: bool) -> Profile:
@@ -371,7 +544,7 @@ class _Layers:
         if tp in self._refused:
             raise self._refused[tp]
         if tp not in self._profiles:
-            model, example = self._model, self._example
+            model, example = self._model, self.example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             try:
                 sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
@@ -388,13 +561,20 @@ class _Layers:
         return self._profiles[tp]
 
 
-def _resized(example: Mapping[str, Tensor], options: argparse.Namespace) -> dict[str, Any]:
+def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.Namespace) -> dict[str, Any]:
     """Returns the example with as many samples and tokens as the options say."""
-    if options.tokens is not None and (options.tokens < 1 or set(example) != {"input_ids"}):
-        raise ConfigError(f"--tokens={options.tokens} takes a positive number and a model whose input is input_ids")
+    import torch
+
+    tokens = options.tokens
+    if tokens is not None and (tokens < 1 or not set(example) <= {"input_ids", "decoder_input_ids"}):
+        raise ConfigError(f"--tokens={tokens} takes a positive number and a model whose input is input_ids")
+    if tokens is None and model_option.is_file(options) and set(example) == {"input_ids"}:
+        tokens = min(_MOST_TOKENS, model_option.most_tokens(model) or example["input_ids"].shape[1])
     made: dict[str, Any] = {}
     for name, value in example.items():
-        if options.tokens is not None:
-            value = value[:, :1].expand(-1, options.tokens)
+        if tokens is not None:
+            value = value[:, :1].expand(-1, tokens)
+        if value.is_floating_point() and options.dtype is not None:
+            value = value.to(getattr(torch, options.dtype))
         made[name] = value[:1].expand(options.batch, *value.shape[1:]) if value.dim() else value
     return made

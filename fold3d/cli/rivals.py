@@ -122,7 +122,7 @@ def _ptd_p(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
     size, batch = _samples(options, job)
     seconds = sum(whole.forward) + sum(whole.backward)
     plan = ptd_p(
-        Transformer(layers=layers, hidden=hidden, heads=heads, sequence=options.tokens or 128, vocabulary=vocabulary),
+        Transformer(layers=layers, hidden=hidden, heads=heads, sequence=options.tokens or 1, vocabulary=vocabulary),
         gpus=options.world_size,
         gpus_per_host=_per_host(options),
         memory_bytes=math.inf if job.memory_limit is None else job.memory_limit,

@@ -80,7 +80,7 @@ def sharding_table(
 ) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]], list[str]]:
     """Returns header, rows and what stands below them. Raises: ConfigError or TraceError."""
     from fold3d.splitting import plan_sharding
-    from fold3d.splitting.table import table
+    from fold3d.splitting.overrides import table
 
     plan = plan_sharding(model, traced, example or {}, tp, overrides, sequence_parallel=True)
     found = table(model, plan)
@@ -137,13 +137,20 @@ class Rival:
 
 
 def rivals_of(
-    whole: Profile, *, bandwidth: float, processes: int, micro_batches: int, ranks_per_host: int | None
+    whole: Profile,
+    *,
+    bandwidth: float,
+    processes: int,
+    micro_batches: int,
+    ranks_per_host: int | None,
+    card: float | None = None,
 ) -> tuple[Rival, ...]:
     """Returns DDP and, where the hosts are known and several, HSDP.
 
     Args:
         whole: costs of the model with no weight shared out.
-        bandwidth: bytes per second that a process sends to other hosts.
+        bandwidth: bytes per second that a process sends to other hosts, while all do.
+        card: those of a host, which DDP's ring passes once; None: nobody knows more than `bandwidth`.
         micro_batches: of a step, all together.
         ranks_per_host: that HSDP shards between; None: nobody knows.
     """
@@ -161,7 +168,7 @@ def rivals_of(
                     name=name,
                     compute_ms=share * (forward + backward) + 1e3 * whole.update_seconds * gradients / shards,
                     window_ms=min(1.0, share) * backward,
-                    sum_ms=1e3 * sent / bandwidth,
+                    sum_ms=1e3 * sent / (card if card is not None and shards == 1 else bandwidth),
                 )
             )
     return tuple(found)

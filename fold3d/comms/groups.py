@@ -84,6 +84,12 @@ class Groups:
         """The replicas of this rank's stage and shard."""
         return self.world.data
 
+    def mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the mean of a tensor, the same on all replicas of this rank's stage and shard, which call."""
+        mean = value.detach().clone()
+        self.data.all_reduce(mean)
+        return mean / self.topology.dp
+
     def _own(
         self,
         rank_lists: list[list[int]],

@@ -1,8 +1,12 @@
-"""new_group(): torch.distributed.new_group, with one thread of gloo for all of them."""
+"""new_group(): torch.distributed.new_group, with one thread of gloo for all of them. Forked processes, such as the
+workers of a data loader, keep none of the connections of the rank that forked them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
@@ -12,10 +16,44 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from fold3d.comms.forked import kept_from_children
+from fold3d import _C
 from fold3d.comms.interface import socket_interface
 from fold3d.device import is_accelerator
 from fold3d.errors import ConfigError
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes that are forked later do not keep the TCP connections that the body makes, torch's above all.
+
+    A connection ends when nobody has it any more: a worker that outlives its killed rank would let the others wait. In
+    a child the connection is replaced by /dev/null, if it is still the one that the body made. fold3d's own links need
+    no such help.
+    """
+    before = _connections()
+    try:
+        yield
+    finally:
+        for descriptor, inode in _connections() - before:
+            _C.keep_from_children(descriptor, inode)
+
+
+def _connections() -> set[tuple[int, int]]:
+    """Returns descriptor and inode of this process's TCP sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, the listing's own among them
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:[") and _is_tcp(int(name)):
+                found.add((int(name), int(target[len("socket:[") : -1])))
+    return found
+
+
+def _is_tcp(descriptor: int) -> bool:
+    one = socket.socket(fileno=os.dup(descriptor))
+    with one:
+        return one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+
 
 _NAME = "fold3d_gloo"
 

@@ -30,13 +30,16 @@ from fold3d import _C
 from fold3d.comms.consistency import compare
 from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
+from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.late.no_replicas import NoReplicas
+from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
@@ -48,16 +51,14 @@ from fold3d.data_parallel.reducer import Reducer
 from fold3d.data_parallel.tied_buckets import TiedBuckets
 from fold3d.data_parallel.transfers import BucketTransfers
 from fold3d.errors import ConfigError
-from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
-class DpSync:
-    """DP.sync of one rank, a GradientSync; all replicas of a stage (with tensor parallelism, of its shard) make the
+class DpSync(GradientSync):
+    """DP.sync of one rank; all replicas of a stage (with tensor parallelism, of its shard) make the
     same calls. For dp > 1, and for late gradients.
 
     Without an optimizer (`attach`) a step ends with the mean gradients in `.grad`; with one, with `update`. A `whole`
@@ -67,41 +68,36 @@ class DpSync:
     def __init__(
         self,
         cut: RankModel,
-        topology: Topology,
         groups: Groups,
-        sync: _C.BucketSync | NoReplicas,
+        config: ParallelConfig,
+        rings: _C.BucketSync | NoReplicas,
         plan: BucketSchedule,
-        progress: Progress,
         clock: _C.StreamClock,
         read: Callable[[], None],
-        offload_optimizer: bool = False,
-        kernels: bool = False,
-        wire_dtype: torch.dtype = torch.float32,
-        gradient_delay: int = 0,
     ):
         """Args:
-        gradient_delay: 1: see `late`.
-        clock: that `sync` has.
-        offload_optimizer: steps are taken in host memory, where the optimizer's state lies.
+        rings: that move the buckets; with `clock`.
         read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
-        kernels: fold3d's compute the norm and step the optimizer.
-        wire_dtype: of gradients on their way to their sums; see `BucketTransfers`.
-        Raises: ConfigError for gradients that cannot travel so.
+        Raises: ConfigError for gradients that cannot travel as `config` says.
         """
+        topology, progress = groups.topology, groups.world.progress
+        wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32
         self._cut, self._groups, self._tp, self._device = cut, groups, topology.tp, groups.device
-        self._plan, self._on_host, self._kernels = plan, offload_optimizer, kernels
+        self._plan, self._on_host, self._kernels = plan, config.offload_optimizer, config.kernels == "fold3d"
+        self._feeds_back = config.delay_correction == "error_feedback"
+        delay = 0 if config.updates_each_micro_batch else config.gradient_delay
         self.buckets = [
-            Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank, 1 + gradient_delay)
+            Bucket(number, spec, cut.parameters, topology.dp, topology.dp_rank, 1 + delay)
             for number, spec in enumerate(plan.buckets)
         ]
         self._states = GradientStates()
         self._early: Sequence[int] = ()  # buckets whose gradients of this step are gathered as soon as they are summed
         self._whole = False  # this step's gradients shall be in `.grad` although there is an optimizer
-        self._transfers = BucketTransfers(sync, self.buckets, topology.dp, progress, clock, wire_dtype)
-        self._tied_parameters = gradients.tied_parameters(cut, groups, topology)
+        self._transfers = BucketTransfers(rings, self.buckets, topology.dp, progress, clock, wire)
+        self._tied_parameters = gradients.tied_parameters(cut, groups)
         self._tied = TiedBuckets(self.buckets, groups.ties, topology, progress)
         self._late: LateGradients | None = None
-        if gradient_delay:
+        if delay:
             self._late = LateGradients(self.buckets, self._transfers, self._tied, self.settle, self._share_use)
         self._buffers = BufferSync(cut, groups.data, progress)
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
@@ -222,7 +218,7 @@ class DpSync:
                 bucket.check_veiled()
             self.norm()
         settings = optimizer.settings(self._coefficient)
-        taken = settings if self._late is None else self._late.taken_with(self._coefficient)
+        taken = self._taken_with(settings)
         gathered = self._early if self._late is None else self._late.gathered
         for bucket in self.buckets:
             bucket.detach()
@@ -244,6 +240,10 @@ class DpSync:
         self._coefficient = 1.0
         if self._plan.serial or is_shown:
             self.flush()
+
+    def _taken_with(self, settings: Settings) -> Settings | None:
+        """Returns the settings that the gradients of now are taken with; None where there are none."""
+        return settings if self._late is None else self._late.taken_with(self._coefficient)
 
     def updated(self) -> None:
         """The optimizer's own step is over: `.grad` holds what it took, or says that it is gone."""
@@ -347,7 +347,10 @@ class DpSync:
             bucket.detach()
             bucket.clear()
         self._optimizer = BucketwiseOptimizer(
-            optimizer, self.buckets, sharded, self._groups.data, on_host=self._on_host, kernel=self._kernels
+            *(optimizer, self.buckets, sharded, self._groups.data),
+            on_host=self._on_host,
+            kernel=self._kernels,
+            feeds_back=self._feeds_back,
         )
         self._states.on(Event.ATTACH)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,14 +12,15 @@ from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimi
 from fold3d.observe.step_breakdown import RawRecord
 
 
-class GradientSync(Protocol):
-    """Of one rank: `DpSync`, or `OneReplica` where there are no replicas to sum over.
+class GradientSync:
+    """Of one rank: `DpSync`, or `OneReplica` where there are no replicas to sum over. What does nothing here is right
+    where the gradients are this rank's alone.
 
     The order of a step: `begin`; while actions run `before_chunk` and `chunk_done`; `end`; `norm`, `scale`; then the
     optimizer, or `abandon`. All ranks make the same calls.
     """
 
-    steps_by_itself: bool
+    steps_by_itself = False
     """Whether `update` steps the optimizer, whose own step then finds no gradients."""
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
@@ -48,6 +48,7 @@ class GradientSync(Protocol):
 
     def norm(self) -> Tensor:
         """Returns the exact global gradient norm, scalar on the rank's device, the same on every rank."""
+        raise NotImplementedError
 
     def scale(self, coefficient: Factor) -> None:
         """Scales the step's gradients, now or when the optimizer takes them."""
@@ -82,6 +83,7 @@ class GradientSync(Protocol):
     @property
     def keeps_pieces(self) -> BucketwiseOptimizer | None:
         """Who keeps this replica's part of the optimizer's state of what the replicas step in parts; None: nobody."""
+        return None
 
     def settle(self) -> None:
         """As `flush`, and nothing that was begun is under way any more."""
@@ -94,6 +96,7 @@ class GradientSync(Protocol):
 
     def take_records(self) -> list[RawRecord]:
         """Returns transfers and waits since the last call."""
+        return []
 
     def abort(self, reason: str) -> None:
         """Ends all communication; any thread."""

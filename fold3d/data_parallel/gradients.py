@@ -18,7 +18,6 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.device import is_accelerator
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 Tied = Mapping[str, tuple[Parameter, Any]]
 """Canonical name -> (this rank's parameter, group of the ranks of its replica that hold a copy)."""
@@ -27,9 +26,10 @@ Factor = float | Tensor
 _CPU = torch.device("cpu")
 
 
-def tied_parameters(cut: RankModel, groups: Groups, topology: Topology) -> Tied:
+def tied_parameters(cut: RankModel, groups: Groups) -> Tied:
     """Returns the parameters of this rank that other ranks of its replica hold, too; also frozen ones, which may be
     trained later."""
+    topology = groups.topology
     return {
         name: (cut.parameters[name], groups.ties[places])
         for name, places in cut.placement.shared(topology.tp_rank).items()

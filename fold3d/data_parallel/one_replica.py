@@ -11,36 +11,24 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fold3d.comms.groups import Groups
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
+from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.kernel_checks import check_steps
 from fold3d.data_parallel.optimizer.separable import check_separable
 from fold3d.data_parallel.optimizer.settings import compare_settings
-from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 
-class OneReplica:
-    """A GradientSync which leaves the gradients where autograd puts them, and the step to the optimizer."""
+class OneReplica(GradientSync):
+    """Which leaves the gradients where autograd puts them, and the step to the optimizer."""
 
-    def __init__(
-        self,
-        cut: RankModel,
-        topology: Topology,
-        groups: Groups,
-        *,
-        offload_optimizer: bool = False,
-        kernels: bool = False,
-    ) -> None:
-        """Args:
-        offload_optimizer: the optimizer is stepped in host memory, where its state lies.
-        kernels: fold3d's compute the norm, and step there.
-        """
-        self.steps_by_itself = offload_optimizer
-        self._cut, self._topology, self._groups, self._kernels = cut, topology, groups, kernels
-        self._tied = gradients.tied_parameters(cut, groups, topology)
+    def __init__(self, cut: RankModel, groups: Groups, config: ParallelConfig) -> None:
+        self.steps_by_itself, self._kernels = config.offload_optimizer, config.kernels == "fold3d"
+        self._cut, self._topology, self._groups = cut, groups.topology, groups
+        self._tied = gradients.tied_parameters(cut, groups)
         self._norm_dtype = gradients.norm_dtype(cut.model)
         self._whole = False  # somebody may have changed the gradients
         self._host: HostSteps | None = None
@@ -65,12 +53,6 @@ class OneReplica:
         """Takes the gradients of the step before off the parameters."""
         self.abandon()
         self._whole = whole
-
-    def before_chunk(self, chunk: int) -> None:
-        """Parameters are up to date."""
-
-    def chunk_done(self, chunk: int) -> None:
-        """There is nobody to sum with."""
 
     def end(self) -> None:
         """Sums the gradients of weights that several ranks hold, and have shares of."""
@@ -102,44 +84,10 @@ class OneReplica:
         for parameter in self._cut.parameters.values():
             parameter.grad = None
 
-    def flush(self) -> None:
-        """Parameters are up to date."""
-
-    def finish(self) -> None:
-        """Nothing is under way."""
-
-    def rest(self) -> None:
-        """Nothing is left to do."""
-
-    def resume(self) -> None:
-        """Nothing has changed hands."""
-
-    def collect_state(self) -> None:
-        """It is whole."""
-
-    def release_state(self) -> None:
-        """It stays whole."""
-
-    keeps_pieces = None
-    """There are no other replicas."""
-
-    def settle(self) -> None:
-        """Parameters are up to date."""
-
-    def before_state_dict(self) -> None:
-        """It is whole."""
-
     def split_state(self) -> None:
         """It stays whole, where it belongs."""
         if self._host is not None:
             self._host.own_state()
-
-    def take_records(self) -> list[RawRecord]:
-        """Returns none."""
-        return []
-
-    def abort(self, reason: str) -> None:
-        """Nothing is under way."""
 
     def close(self) -> None:
         """The optimizer may go on by itself."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from fold3d.config import AUTO, FP16_WITH_DELAY, ParallelConfig
+from fold3d.config import AUTO, CLIPPED_EACH_MICRO_BATCH, FP16_WITH_DELAY, ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.recompute import Recompute
 from fold3d.stage.recompute import check_names
@@ -25,6 +25,8 @@ def check_arguments(
     """Raises ConfigError for the first argument that is not what Engine can use."""
     if config.gradient_delay and scaler is not None and scaler.is_enabled():
         raise ConfigError(FP16_WITH_DELAY)
+    if config.updates_each_micro_batch and max_grad_norm is not None:
+        raise ConfigError(CLIPPED_EACH_MICRO_BATCH)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm}: must be positive; leave it None for no clipping")
     if optimizer is not None and not callable(optimizer):

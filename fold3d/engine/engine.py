@@ -30,6 +30,7 @@ from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import BuildRequest, CutModel, First, cut_model
+from fold3d.engine.planning.mesh import Asked, decide_mesh
 from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
 from fold3d.faults.job import supervisor_of_engine
@@ -43,7 +44,7 @@ from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
 from fold3d.topology import Topology
 from fold3d.trace import Trace
-from fold3d.trace.batches import is_transformers_model
+from fold3d.trace.batches import is_transformers_model, samples_of, synthetic_example
 from fold3d.weights.empty import folder_of
 from fold3d.weights.part_marks import calls_allowed
 from fold3d.weights.parts import Parts
@@ -58,7 +59,8 @@ class Engine(state.WholeState):
 
     Args:
         model: `forward(**micro_batch)` returns a loss: a tensor, or an object or dict with `loss`.
-        config: how the model is spread.
+        config: how the model is spread. With parallel="auto" the mesh is decided here, by `example`, which has as many
+            samples as a micro-batch may have; `engine.config` and `engine.topology` say what it is.
         optimizer: makes the optimizer from a list of this rank's trainable parameters (never empty: a stage without
             any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
             single-process result. None: `run` and `evaluate` work, `step` does not.
@@ -97,6 +99,19 @@ class Engine(state.WholeState):
         compile_options: Mapping[str, Any] | None = None,
     ):
         check_arguments(config, max_grad_norm, optimizer, autocast, scaler)
+        if config.is_open:
+            made = (example() if callable(example) else example) or _made_up(model)
+            asked = Asked(
+                model=model,
+                config=config,
+                example=made,
+                samples=samples_of(made) or 1,
+                device=make_current(device or default_device()),
+                optimizer=optimizer or optimizer_like,
+                autocast=autocast,
+                compile_options=compile_options,
+            )
+            config = decide_mesh(asked).config(config)
         weights = folder_of(model) if weights is None else weights
         check_compiled(config.tp, compile_options)
         check_model(model, config, weights)
@@ -511,3 +526,10 @@ class Engine(state.WholeState):
         """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
         group of torch's (None where there is one stage)."""
         return self._built().groups
+
+
+def _made_up(model: Module) -> Mapping[str, Any]:
+    """Returns a micro-batch of one sample. Raises: ConfigError where nobody can make one up."""
+    if not is_transformers_model(model):
+        raise ConfigError('parallel="auto" runs the model\'s layers to decide: pass example=<a micro-batch> to Engine')
+    return synthetic_example(model)

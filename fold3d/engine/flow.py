@@ -1,8 +1,9 @@
-"""Flow: steps of one rank that follow each other without a flush; `flush=False`, PipeDream-2BW."""
+"""Steps of one rank that follow each other without a flush: Flow, PipeDream-2BW's; MicroBatchFlow, PipeDream's."""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from fold3d import schedule as schedules
+from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
 from fold3d.data_parallel.late.without_flush import WithoutFlush
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.step_recorder import StepRecorder
+from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch
@@ -70,5 +73,89 @@ class Flow:
     def _run(self, lists: Schedule, micro_batches: Sequence[MicroBatch], *, goes_on: bool, is_left: bool) -> list[Any]:
         try:
             return self._pipeline.run(lists, micro_batches, backward=True, goes_on=goes_on, is_left=is_left)
+        finally:
+            self._recorder.extend()
+
+
+class MicroBatchFlow:
+    """Steps of one micro-batch, with an update after each (PipeDream); calls as `Flow`'s."""
+
+    def __init__(
+        self, topology: Topology, pipeline: Pipeline, sync: EachMicroBatch, recorder: StepRecorder, progress: Progress
+    ) -> None:
+        self._topology, self._pipeline, self._sync = topology, pipeline, sync
+        self._recorder, self._progress = recorder, progress
+        self._lists = functools.cache(lambda steps: schedules.by_micro_batch(topology.pp, steps))
+        self._steps = 0  # since the last drain
+        self._values: deque[Tensor] = deque()  # of micro-batches whose backwards are to come
+        self._loss: Tensor | None = None  # of those of which a drain has told
+
+    def takes(self, micro_batches: int) -> bool:
+        """Whether a step of so many runs without a flush. Raises: ConfigError for another number than 1."""
+        if micro_batches != 1:
+            raise ConfigError(
+                f"weight_versions updates weights after each micro-batch, and this step has {micro_batches}; give "
+                "each step one (of the Trainer: gradient_accumulation_steps=1)"
+            )
+        return True
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Runs the micro-batch's forward, and the backward of the one that is as many behind as stages come after this.
+
+        Returns: the replica's loss of the micro-batch pp before it, fp64 scalar, on each of its ranks; after a drain
+            also that of those which it has ended.
+        """
+        pp = self._topology.pp
+        step, self._steps = self._steps, self._steps + 1
+        alike = step if step < 2 * pp else pp + step % pp
+        number, brings = step % pp, self._backward_of(step) >= 0
+        self._sync.begin_slice(number, brings=brings)
+        losses = self._run(self._lists(alike + 1)[alike], micro_batches, number, goes_on=step > 0, is_left=True)
+        self._values.append(self._pipeline.shares_of(losses, micro_batches))
+        if brings:
+            self._sync.end_slice(self._values.popleft())
+        # By now all stages have done the backward of micro-batch step - pp: nobody waits for another rank's step.
+        if step >= pp:
+            self._tell()
+        return self.take_loss()
+
+    def drain(self) -> None:
+        """Runs the backwards that are left, each with its update."""
+        count, pp = self._steps, self._topology.pp
+        if not count:
+            return
+        alike = count if count < 2 * pp else pp + count % pp
+        for more in range(pp - 1):
+            brings = 0 <= self._backward_of(count + more) < count
+            self._sync.begin_slice(None, brings=brings)
+            self._run(self._lists(alike)[alike + more], (), 0, goes_on=True, is_left=more < pp - 2)
+            if brings:
+                self._sync.end_slice(self._values.popleft())
+                self._sync.update()
+                self._sync.updated()
+        while self._sync.untold:
+            self._tell()
+        self._steps = 0
+
+    def take_loss(self) -> Tensor:
+        """Returns the losses of which this rank has been told since the last call, added up; else 0."""
+        loss, self._loss = self._loss, None
+        return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
+
+    def _backward_of(self, step: int) -> int:
+        return step - (self._topology.pp - 1 - self._topology.pp_rank)
+
+    def _tell(self) -> None:
+        with self._progress.during("the loss and the gradient norm of a micro-batch before", meets=True):
+            loss = self._pipeline.loss_in(self._sync.told())
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def _run(
+        self, lists: Schedule, micro_batches: Sequence[MicroBatch], number: int, *, goes_on: bool, is_left: bool
+    ) -> list[Any]:
+        try:
+            return self._pipeline.run(
+                lists, micro_batches, backward=True, goes_on=goes_on, is_left=is_left, first=number
+            )
         finally:
             self._recorder.extend()

@@ -46,12 +46,14 @@ class Pipeline:
         backward: bool,
         goes_on: bool = False,
         is_left: bool = False,
+        first: int = 0,
     ) -> list[Any]:
         """Runs this rank's actions; returns the results by micro-batch on the last stage, None of each elsewhere.
 
         Args:
             goes_on: with what the run before has left.
             is_left: the next run goes on with what is left of this one.
+            first: number of the first of `micro_batches` in the schedule.
         """
         self._progress.begin(schedule)
         if not self._is_alone:  # as they were given: a loss function may write into them
@@ -66,7 +68,8 @@ class Pipeline:
         with self._progress.during(self._progress.doing):  # whom an action waits for follows from the schedule
             try:
                 stage = self._topology.pp_rank
-                return self._executor.run(schedule, stage, backward, list(micro_batches), goes_on, is_left)
+                numbered = [*[None] * first, *micro_batches]
+                return self._executor.run(schedule, stage, backward, numbered, goes_on, is_left)[first:]
             except BaseException:
                 for one in micro_batches:
                     with contextlib.suppress(Exception):  # the first error is the one to tell of

@@ -16,6 +16,8 @@ from fold3d.config import ParallelConfig
 from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.late.late_gradients import LateGradients
+from fold3d.data_parallel.late.versioned import Versioned
+from fold3d.data_parallel.late.weight_versions import WeightVersions, parameter_of
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_memory import host_memory
@@ -152,6 +154,7 @@ class WholeState(ABC):
         """
         self.meet("engine.state_dict()")
         cut, world = self._built().cut, self.groups.world
+        self.drain()
         with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
             full = {
                 "model": gather_model(cut, world),
@@ -160,8 +163,9 @@ class WholeState(ABC):
             }
             late, settings = self.late_gradients()
             if settings is not None:
-                mine: dict[Any, Any] = {n: _to_cpu(gradient) for n, gradient in late.items() if n in cut.primary()}
-                full["late_gradients"] = _merge(mine, dict(cut.parts.spread(mine)), cut, world)
+                mine: dict[Any, Any] = {n: _to_cpu(one) for n, one in late.items() if parameter_of(n) in cut.primary()}
+                shards = ((name, cut.parts.shard_of(parameter_of(name))) for name in mine)
+                full["late_gradients"] = _merge(mine, {n: one for n, one in shards if one is not None}, cut, world)
                 full["late_settings"] = settings
             return full
 
@@ -201,7 +205,7 @@ class WholeState(ABC):
 
         def fill(name: str, gradient: torch.Tensor) -> bool:
             if name in late:
-                gradient.copy_(rank.cut.parts.take(name, late[name]))
+                gradient.copy_(rank.cut.parts.take(parameter_of(name), late[name]))
             return name in late
 
         load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
@@ -211,15 +215,20 @@ class WholeState(ABC):
 
     def late_gradients(self) -> tuple[Tensors, list[dict[str, Any]] | None]:
         """Returns what gradient_delay=1 keeps for the next update: the mean gradients by name, of what this rank holds,
-        and the settings they are taken with, as JSON takes them; None where nothing is kept. All ranks call.
+        and the settings they are taken with, as JSON takes them; None where nothing is kept. All ranks call. Versions
+        of weights that later steps need are there, too, as "NAME@1" of one update ago, and so on.
 
         No bit of what follows changes. The tensors are valid until the next step.
         """
-        late = self._late
-        if late is None or late.settings is None:
+        late, versions = self._late, self._versions
+        waits = late is not None and late.settings is not None
+        if not waits and versions is None:
             return {}, None
         self.drain()
-        return late.whole(), late.settings.saved()
+        tensors = {} if versions is None else versions.by_name()
+        if late is None or late.settings is None:
+            return tensors, []
+        return tensors | late.whole(), late.settings.saved()
 
     def load_late_gradients(
         self,
@@ -230,14 +239,26 @@ class WholeState(ABC):
 
         Args:
             settings: what `late_gradients` returned; None: nothing is kept any more.
-            fill: of a parameter's name and this rank's part of its gradient, which it fills; returns whether the
-                parameter has one.
+            fill: of a name that `late_gradients` returned and this rank's part of the tensor, which it fills; returns
+                whether there is one.
+        Raises: CheckpointError where some of the versions of weights are there that this rank needs, and some are not.
         """
+        self.drain()
         if self._late is not None:
-            self.drain()
             optimizer = self.optimizer
-            is_some = settings is not None and optimizer is not None
-            self._late.load(Settings.of_saved(optimizer, settings) if is_some else None, fill)  # type: ignore[arg-type]
+            taken = Settings.of_saved(optimizer, settings) if settings and optimizer is not None else None
+            self._late.load(taken, fill)
+        versions, sync = self._versions, self._built().sync
+        if versions is None or not isinstance(sync, Versioned):
+            return
+        missing = [] if settings is None else versions.load(fill)
+        if missing and len(missing) < len(versions.by_name()):
+            raise CheckpointError(
+                f"the state has no version {missing[0]} of the weights, which this stage needs: it was saved with "
+                "another pp, cut of the model or weight_versions, whose gradients are late in another way"
+            )
+        if settings is None or missing:
+            sync.forget_versions()
 
     def drain(self) -> None:
         """Ends the backwards that `flush=False` has left to the next step; all ranks call. No bit of what follows
@@ -259,6 +280,11 @@ class WholeState(ABC):
         return self._built().step.finish_updates(limit)
 
     @property
+    def _versions(self) -> WeightVersions | None:
+        sync = self._built().sync
+        return sync.versions if isinstance(sync, Versioned) and sync.keeps_versions else None
+
+    @property
     def _late(self) -> LateGradients | None:
         sync = self._built().sync
         return sync.late if isinstance(sync, DpSync) else None
@@ -270,10 +296,11 @@ class WholeState(ABC):
 
 def check_late(settings: Any, config: ParallelConfig) -> None:
     """Raises CheckpointError for a state with gradients that this run would never take."""
-    if settings is not None and not config.gradient_delay:
+    if settings and (not config.gradient_delay or config.updates_each_micro_batch):
         raise CheckpointError(
             "the state was saved with gradient_delay=1, between a step's gradients and their update, and this run "
-            "has gradient_delay=0; set gradient_delay=1, or save after engine.finish_updates()"
+            f"has gradient_delay={config.gradient_delay} and weight_versions={config.weight_versions!r}; set "
+            'gradient_delay=1 and weight_versions="2bw", or save after engine.finish_updates()'
         )
 
 

@@ -77,7 +77,7 @@ class Supervisor:
             meets: the body ends only when other ranks have come to the same point.
         Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
             pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`); before the
-            engine stands, or after its end, all errors but those of communication do.
+            engine stands, or after its end, all errors but those of communication and exit codes do.
         """
         # Outside of an engine, where no rank waits for another, the job's store may go in good order.
         said = self.progress.during(doing, meets=meets) if self._open or meets else contextlib.nullcontext()
@@ -88,6 +88,8 @@ class Supervisor:
                 yield
             except BaseException as error:
                 if not self._open:
+                    if isinstance(error, SystemExit) and error.code:  # of this rank alone: the others would wait
+                        self.fail(error)
                     self._explain(error)
                     raise
                 if isinstance(error, Fold3dError) and error.is_everywhere:

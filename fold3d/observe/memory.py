@@ -32,14 +32,16 @@ class MemoryWatch:
         limit: int | None,
         expected: int | None,
         curves: Callable[[], Sequence[_C.StageMemory]] = tuple,
+        changes: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Args:
         limit: bytes that a rank may use; None: on a GPU all of its memory.
         expected: bytes that the plan says of this rank; None: nothing was planned.
         curves: makes the bytes that every stage should have over a step; none where nothing was planned.
+        changes: makes the settings with which less memory is needed, the cheapest first; asked when little is left.
         """
         self._device = device
-        self.expected, self.curves = expected, curves
+        self.expected, self.curves, self._changes = expected, curves, changes
         self._counts = device.type == "cpu" and limit is not None and _C.count_cpu_bytes(True)
         if self._counts:
             _C.reset_peak_cpu_bytes()  # another engine's
@@ -72,22 +74,22 @@ class MemoryWatch:
     def _planned(self) -> str:
         return "nothing was planned" if self.expected is None else f"planned were {text_of_bytes(self.expected)}"
 
-    def warning(self, changes: Callable[[], Sequence[str]]) -> str | None:
-        """Returns what to say, once, when little is left of the limit.
-
-        Args:
-            changes: of settings, the cheapest first; asked only then.
-        """
+    def warning(self) -> str | None:
+        """Returns what to say, once, when little is left of the limit."""
         if self._warned or self._limit is None or self.peak < NEARLY_ALL * self._limit:
             return None
         self._warned = True
         share = f"{100 * self.peak / self._limit:.0f} % of {text_of_bytes(self._limit)}"
-        return f"this rank has used {text_of_bytes(self.peak)} of memory, {share}; {self._planned}{_told(changes())}"
+        return (
+            f"this rank has used {text_of_bytes(self.peak)} of memory, {share}; {self._planned}{_told(self._changes())}"
+        )
 
     @contextlib.contextmanager
-    def explains(self, changes: Callable[[], Sequence[str]]) -> Iterator[None]:
+    def explains(self, instead: Sequence[str] = ()) -> Iterator[None]:
         """In its body running out of memory is told with what was planned, what was measured and what would help.
 
+        Args:
+            instead: what would help, where settings of the training would not.
         Raises: torch.OutOfMemoryError on a GPU, MemoryError on the CPU.
         """
         try:
@@ -96,7 +98,8 @@ class MemoryWatch:
             if not is_out_of_memory(error):
                 raise
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            text = f"{first}; this rank had used {text_of_bytes(self.peak)} at most, {self._planned}{_told(changes())}"
+            told = _told(instead or self._changes())
+            text = f"{first}; this rank had used {text_of_bytes(self.peak)} at most, {self._planned}{told}"
             kind = MemoryError if self._device.type == "cpu" else torch.OutOfMemoryError
             raise kind(text) from error
 

@@ -1,11 +1,12 @@
-"""Which parameters each layer of a chunk needs: the one place that reads it off the recording."""
+"""Which parameters each layer of a chunk needs, as the recording says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fold3d.topology import LOOP, chunks_of, stage_of
+from fold3d import _C
+from fold3d.topology import LOOP
 from fold3d.trace import Trace
 
 PROLOGUE = -1
@@ -24,38 +25,47 @@ class Layer:
     parameters: tuple[str, ...]
 
 
-def layers_of(trace: Trace, ranges: Ranges, chunk: int) -> list[Layer]:
-    """Returns the layers of a chunk in forward order, each with all names of parameters that it needs.
+def layer_reads(trace: Trace, number: Mapping[str, int]) -> _C.LayerReads:
+    """Returns which parameters each layer reads, for csrc/core/plan/layer_reads.h, which knows what follows for chunks.
 
-    The first layer also has what every chunk needs (Trace.shared), and what no forward has read of all that lies in the
-    chunk.
+    Args:
+        number: of every parameter, by canonical name.
     """
-    lo, hi = ranges[chunk]
-    blocks, unread = len(trace.blocks), set(trace.unread)
-    needed = [
-        (block, [name for name in trace.uses[block] if name not in unread]) for block in range(lo, hi + (hi == blocks))
-    ]
-    if lo == 0:
-        inside = f"{trace.blocks[0]}."
-        needed.insert(0, (PROLOGUE, [name for name in needed[0][1] if not name.startswith(inside)]))
-    needed[0] = (needed[0][0], [*trace.shared, *unread_in(trace, ranges, chunk), *needed[0][1]])
-    return [Layer(block, tuple(names)) for block, names in needed]
+    canonical, unread, inside = trace.canonical(), set(trace.unread), f"{trace.blocks[0]}."
+
+    def numbered(names: Iterable[str]) -> list[int]:
+        return list(dict.fromkeys(number[canonical.get(name, name)] for name in names))
+
+    reads = [[name for name in uses if name not in unread] for uses in trace.uses]
+    return _C.LayerReads(
+        [numbered(names) for names in reads],
+        [numbered(name for name in uses if name in unread) for uses in trace.uses],
+        numbered(name for name in reads[0] if not name.startswith(inside)),
+        numbered(trace.shared),
+    )
 
 
 def unread_in(trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
     """Returns the names of the parameters of a chunk that no forward has read."""
-    lo, hi = ranges[chunk]
     unread = set(trace.unread)
-    return [name for uses in trace.uses[lo : hi + (hi == len(trace.blocks))] for name in uses if name in unread]
+    return [name for name in _uses_in(trace, ranges, chunk) if name in unread]
 
 
 def chunk_parameters(names: Sequence[str], trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
-    """Returns those of `names`, all names of the model's parameters, that a chunk needs; of a tied parameter all."""
-    needed = {name for layer in layers_of(trace, ranges, chunk) for name in layer.parameters}
+    """Returns those of `names`, all names of the model's parameters, that a chunk needs; of a tied parameter all.
+
+    What every chunk needs (Trace.shared) is among them, and what no forward has read of all that lies in the chunk.
+    """
+    needed = {*trace.shared, *_uses_in(trace, ranges, chunk)}
     for group in trace.tied:
         if needed.intersection(group):
             needed.update(group)
     return [name for name in names if name in needed]
+
+
+def _uses_in(trace: Trace, ranges: Ranges, chunk: int) -> list[str]:
+    lo, hi = ranges[chunk]
+    return [name for uses in trace.uses[lo : hi + (hi == len(trace.blocks))] for name in uses]
 
 
 def chunk_layers(trace: Trace, ranges: Ranges, pp: int, style: str = LOOP) -> list[list[Layer]]:
@@ -71,19 +81,10 @@ def chunk_layers(trace: Trace, ranges: Ranges, pp: int, style: str = LOOP) -> li
     """
     trace.check_ranges(list(ranges))
     canonical = trace.canonical()
-    seen: list[set[str]] = [set() for _ in range(pp)]
-    chunks: list[list[Layer]] = []
-    for chunk in range(len(ranges)):
-        mine = seen[stage_of(chunk, pp, style)]
-        layers: list[Layer] = []
-        for layer in layers_of(trace, ranges, chunk):
-            parameters = [*layer.parameters]
-            if not layers and chunk < pp:
-                of_stage = chunks_of(chunk, len(ranges), pp, style)  # which the first segment has on stage `chunk`
-                parameters += [name for other in of_stage for name in unread_in(trace, ranges, other)]
-            names = dict.fromkeys(canonical.get(name, name) for name in parameters)
-            fresh = [name for name in names if name not in mine]
-            mine.update(fresh)
-            layers.append(Layer(layer.block, tuple(fresh)))
-        chunks.append(layers)
-    return chunks
+    used = (name for names in (trace.shared, *trace.uses) for name in names)
+    names = list(dict.fromkeys(canonical.get(name, name) for name in used))
+    reads = layer_reads(trace, {name: number for number, name in enumerate(names)})
+    return [
+        [Layer(number - 1, tuple(names[one] for one in parameters)) for number, parameters in layers]
+        for layers in reads.completed(list(ranges), pp, style)
+    ]

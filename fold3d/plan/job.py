@@ -55,8 +55,15 @@ class Job:
     """Of the bytes of gradients, as they are kept, what travels."""
     gradient_delay: int = 0
     """Steps until the optimizer takes them."""
+    flush: bool = True
+    """Whether the pipeline runs empty between steps. False: for schedule 1f1b with one segment."""
+    delay_correction: str = "none"
+    """What makes up for the delay; see ParallelConfig."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
+    hosts: tuple[int, ...] = ()
+    """Of each place replica * pp + stage, as numbers that only tell hosts apart; those of a host share
+    `network.bandwidth`, and what stays inside costs its latency. Empty: a host for each."""
 
     def cluster(self, message_bytes: int) -> Cluster:
         """Returns what the simulator is told of the ranks and their network.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from fold3d import _C
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
+from fold3d.placement.layers import layer_reads
 from fold3d.plan.costs import pause_bytes
 from fold3d.plan.job import Job
 from fold3d.plan.memory.layer_bytes import as_tuple
@@ -38,21 +39,11 @@ def places(trace: Trace) -> list[int]:
 def numbers_of(job: Job) -> _C.PlanJob:
     """Returns the job as numbers: parameters by their places in the profile, layers from prologue to epilogue."""
     trace, profile, network = job.trace, job.profile, job.network
-    canonical, number = trace.canonical(), {name: place for place, name in enumerate(profile.gradient_bytes)}
-    unread, inside = set(trace.unread), f"{trace.blocks[0]}."
-
-    def numbered(names: Iterable[str]) -> list[int]:
-        return list(dict.fromkeys(number[canonical.get(name, name)] for name in names))
-
     model = _C.PlanJob()
     model.dp, model.pp, model.micro_batches, model.style = job.dp, job.pp, job.micro_batches, job.style
     model.starts = places(trace)
     model.closed_because = next((reason for reason in trace.borders if reason), "")
-    reads = [[name for name in uses if name not in unread] for uses in trace.uses]
-    model.reads = [numbered(names) for names in reads]
-    model.unread = [numbered(name for name in uses if name in unread) for uses in trace.uses]
-    model.read_before = numbered(name for name in reads[0] if not name.startswith(inside))
-    model.read_by_all = numbered(trace.shared)
+    model.reads = layer_reads(trace, {name: place for place, name in enumerate(profile.gradient_bytes)})
     model.gradient_bytes = list(profile.gradient_bytes.values())
     model.parameter_bytes = [profile.parameter_bytes[name] for name in profile.gradient_bytes]
     model.forward, model.backward = list(profile.forward), list(profile.backward)
@@ -72,8 +63,14 @@ def numbers_of(job: Job) -> _C.PlanJob:
     model.action_seconds, model.bucket_seconds = job.action_seconds, job.bucket_seconds
     model.copy_bandwidth = job.copy_bandwidth
     model.gradient_share, model.gradient_delay = job.gradient_share, job.gradient_delay
+    model.flush, predicts = job.flush, job.delay_correction == "predict"
+    model.weight_versions = 1 if job.flush and not predicts else 2
+    if job.delay_correction == "error_feedback":  # the update before, of the parameters' own type
+        gradients = sum(profile.gradient_bytes.values())
+        model.optimizer_bytes += sum(model.parameter_bytes) / gradients if gradients else 0.0
     model.memory_limit, model.pool_limit = job.memory_limit, job.pool_limit
     model.pool_is_elsewhere, model.may_split = job.pool_is_elsewhere, job.may_split
+    model.hosts = list(job.hosts)
     return model
 
 

@@ -104,7 +104,6 @@ def _search(
         plans = _C.search_plans(
             [numbers_of(job) for _, _, job in variants],
             space,
-            independent=False,
             beat_ns=None if beat_ms is None else round(beat_ms * 1e6),
             threads=len(os.sched_getaffinity(0)),
             progress=tell,

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import _C
 from fold3d.placement.recomputed_blocks import recomputed_blocks
-from fold3d.profile.inside import compute_again, modules_of
-from fold3d.profile.layer_bytes import ShardedTensors, has_memory
+from fold3d.profile.layer_bytes import ShardedTensors, compute_again, has_memory, modules_of
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.torch_private import storage_key

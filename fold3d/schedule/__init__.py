@@ -19,6 +19,7 @@ from fold3d._C import (
 )
 from fold3d.schedule.files import load_csv, parse_csv, save_csv
 from fold3d.schedule.library import (
+    by_micro_batch,
     check_group_size,
     forward_only,
     generate,
@@ -40,6 +41,7 @@ __all__ = [
     "SchedulerInfo",
     "Span",
     "Timeline",
+    "by_micro_batch",
     "check_group_size",
     "forward_only",
     "generate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,7 +152,6 @@ class _CapturedRun:
     def __call__(self, poisoned: Path | None) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         """Returns (args, kwargs) of each block; the result of each at `poisoned` is NaN."""
         calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        undo = []
         passed: list[str] = []
         made: dict[tuple[int, torch.Size], tuple[str, Path]] = {}
         draws = _Draws()
@@ -184,17 +184,12 @@ class _CapturedRun:
 
             return forward
 
-        try:
+        with ExitStack() as undo, suppress(_Done):
             for names, is_block in ((self._outer, False), (self._trace.modules, True)):
                 for name in names:
-                    undo.append(wrap(self._shadow.get_submodule(name), stub(name, is_block)))
+                    undo.callback(wrap(self._shadow.get_submodule(name), stub(name, is_block)))
             with torch.no_grad(), _InHostMemory():
                 self._called(**self._batch)
-        except _Done:
-            pass
-        finally:
-            for remove in reversed(undo):
-                remove()
         return calls
 
 

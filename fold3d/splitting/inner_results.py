@@ -7,7 +7,7 @@ return them beside the hidden state. A rank computes them of its own heads, or o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -140,12 +140,10 @@ def _watched(calls: _Calls, block: nn.Module) -> Iterator[None]:
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in block.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in block.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_one_whole_tensor(result: InnerResult, calls: list[dict[Path, Tensor]]) -> bool:

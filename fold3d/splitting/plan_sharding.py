@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -23,6 +26,7 @@ from fold3d.splitting.draws import with_draws
 from fold3d.splitting.infer import infer
 from fold3d.splitting.inner_results import with_inner
 from fold3d.splitting.overrides import Overrides
+from fold3d.splitting.probe import Atom
 from fold3d.splitting.proof import Used, prove
 from fold3d.splitting.prove_vocabulary import prove_vocabulary
 from fold3d.splitting.readers import with_together
@@ -85,6 +89,53 @@ def _plain(value: Any) -> list[tuple[str, Any]]:
     """Returns the attributes of an object that are numbers and texts."""
     found = getattr(value, "__dict__", {})
     return sorted((key, one) for key, one in found.items() if type(one) in (int, bool, float, str))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What does not depend on the number of ranks."""
+
+    skeleton: nn.Module
+    calls: dict[str, CapturedCall]
+    reach: dict[str, dict[str, list[Atom]]]
+    """By block, as far as it is known: what channels of its products reach."""
+
+
+_SHARED: ContextVar[list[tuple[nn.Module, Trace, _Seen]] | None] = ContextVar("fold3d_captures", default=None)
+
+
+@contextmanager
+def shared_captures() -> Iterator[None]:
+    """In its body one look at a model's blocks serves all numbers of ranks. Nobody changes the model or the example
+    meanwhile."""
+    token = _SHARED.set([])
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def _seen(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> _Seen:
+    shared = _SHARED.get()
+    for of, by, one in shared or ():
+        if of is model and by is trace:
+            return one
+    skeleton = skeleton_of(model, trace)
+    made = _Seen(skeleton, capture(model, trace, example, shadow=skeleton), {})
+    if shared is not None:
+        shared.append((model, trace, made))
+    return made
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Blocks are run on a few tokens: several threads of torch would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 SMALL = 8
@@ -152,7 +203,7 @@ def plan_sharding(
         return ShardingPlan(tp=1)
 
     def plan() -> ShardingPlan:
-        with apart_from_caches(model):
+        with apart_from_caches(model), _one_thread():
             return _plan(model, trace, example, tp, Overrides(overrides or {}), sequence_parallel)
 
     return remembered((model, trace, example, tp, overrides, sequence_parallel), plan)
@@ -167,8 +218,8 @@ def _plan(
     sequence_parallel: bool,
 ) -> ShardingPlan:
     overrides.check_names(model)
-    skeleton = skeleton_of(model, trace)
-    calls = capture(model, trace, example, shadow=skeleton)
+    seen = _seen(model, trace, example)
+    skeleton, calls = seen.skeleton, seen.calls
     tied = {name for group in trace.tied for name in group} | set(trace.direct) | set(trace.shared)
     classes, kinds = BlockClasses(overrides), dict[str, Hashable]()
     of_kind: dict[Hashable, BlockSplit] = {}
@@ -178,7 +229,7 @@ def _plan(
         try:
             kind = kinds[name] = classes.of(name, call)
             if kind not in of_kind:
-                split = with_draws(call, _split(name, call, tp, overrides, tied), tp)
+                split = with_draws(call, _split(name, call, tp, overrides, tied, seen.reach.setdefault(name, {})), tp)
                 of_kind[kind] = with_inner(call, with_together(call, split), tp)
         except Fold3dError:
             raise
@@ -213,11 +264,13 @@ def _plan(
     )  # fmt: skip
 
 
-def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str]) -> BlockSplit:
+def _split(
+    name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: set[str], reach: dict[str, list[Atom]]
+) -> BlockSplit:
     """Returns a block's proved split. Raises: ConfigError."""
     whole = overrides.replicated(name, call.block) | _holders(name, call.block, tied)
     used = Used()
-    split, failed = _proved(call, tp, whole, used)
+    split, failed = _proved(call, tp, whole, used, reach)
     reasons = {**split.reasons, **failed}
     for path in _holders(name, call.block, tied) & reasons.keys():
         reasons[path] = "whole: another module holds its weight, too"
@@ -232,7 +285,9 @@ def _split(name: str, call: CapturedCall, tp: int, overrides: Overrides, tied: s
     return made
 
 
-def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> tuple[BlockSplit, dict[str, str]]:
+def _proved(
+    call: CapturedCall, tp: int, whole: frozenset[str], used: Used, reach: dict[str, list[Atom]]
+) -> tuple[BlockSplit, dict[str, str]]:
     """Returns a split that is proved, and why regions that would be wrong are left whole, by module."""
     ways = (False, True) if differs_in_training(call) else (False,)
 
@@ -240,7 +295,7 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> t
         used.operators.clear()
         return next((wrong for training in ways if (wrong := prove(call, split, tp, training, used))), "")
 
-    split = infer(call, tp, whole)
+    split = infer(call, tp, whole, reach)
     wrong = wrong_in(split)
     if not wrong:
         return split, {}
@@ -250,7 +305,7 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> t
 
     def only(chosen: Collection[str]) -> BlockSplit:
         """Returns a split in which of the regions found those with these exits alone are divided."""
-        return infer(call, tp, whole | _held_by(call.block, set(exits) - set(chosen)))
+        return infer(call, tp, whole | _held_by(call.block, set(exits) - set(chosen)), reach)
 
     for exit_ in exits:
         alone = only([exit_])
@@ -264,7 +319,7 @@ def _proved(call: CapturedCall, tp: int, whole: frozenset[str], used: Used) -> t
         failed.update(dict.fromkeys(_divided(split), f"whole: divided, {wrong}"))
         split = only([])
         if split.groups and wrong_in(split):  # other regions, in the place of those
-            split = infer(call, tp, _held_by(call.block, dict(call.block.named_modules())))
+            split = infer(call, tp, _held_by(call.block, dict(call.block.named_modules())), reach)
     return split, failed
 
 

@@ -238,14 +238,10 @@ class _Proof:
 
     @contextlib.contextmanager
     def _watched(self, block: nn.Module) -> Iterator[None]:
-        hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name))
-            for name, module in block.named_modules()
-        ]
-        with Reads(block) as reads:
+        with contextlib.ExitStack() as hooks, Reads(block) as reads:
+            for name, module in block.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name)))
             yield
-        for hook in hooks:
-            hook.remove()
         self.used.parameters.update(reads.parameters)
         self._others = reads.others
 

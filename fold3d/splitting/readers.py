@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from fold3d.sharding.split import BlockSplit, Gathering
+from fold3d.sharding.split import BlockSplit, Gathering, Path
 from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.probe import Poison, Probe
 from fold3d.tensor_parallel.linear import is_linear
@@ -64,39 +65,24 @@ def _taken(
     gathered."""
     probe = Probe(call)
     entries: dict[str, list[Tensor]] = {}
-    gathered: list[list[Tensor]] = [[] for _ in gathers]
-    undo: list[Callable[[], None]] = []
+    gathered: dict[int, list[Tensor]] = {}
 
-    def watch(module: nn.Module, note: Callable[[Any, Any], None]) -> None:
+    def note(into: dict[Any, list[Tensor]], key: Any, path: Path | None = None) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            note(args, kwargs)
+            leaves = (leaf for at, leaf in paths_of((args, kwargs)) if path is None or at[1:] == path)
+            into.setdefault(key, []).extend(leaves)
 
-        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        return hook
 
-    def note_entry(name: str) -> Callable[[Any, Any], None]:
-        def note(args: Any, kwargs: Any) -> None:
-            leaves = [leaf for _, leaf in paths_of((args, kwargs))]
-            entries.setdefault(name, []).extend(leaves)
-
-        return note
-
-    def note_gathered(number: int) -> Callable[[Any, Any], None]:
-        def note(args: Any, kwargs: Any) -> None:
-            leaves = [leaf for path, leaf in paths_of((args, kwargs)) if path[1:] == gathers[number].path]
-            gathered[number].extend(leaves)
-
-        return note
-
-    try:
+    with ExitStack() as hooks:
         for name in dict.fromkeys(entry for group in split.groups for entry in group.entries):
-            watch(probe.block.get_submodule(name), note_entry(name))
+            module = probe.block.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(note(entries, name), with_kwargs=True))
         for number, one in enumerate(gathers):
-            watch(probe.block.get_submodule(one.module), note_gathered(number))
+            module, hook = probe.block.get_submodule(one.module), note(gathered, number, one.path)
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         probe.respond(Poison(()))
-    finally:
-        for remove in undo:
-            remove()
-    return entries, gathered
+    return entries, [gathered.get(number, []) for number in range(len(gathers))]
 
 
 def _by_tensor(entries: dict[str, list[Tensor]]) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -133,7 +134,6 @@ def _taken(probe: Probe, split: BlockSplit, hidden: Path) -> dict[str, dict[Path
 def _arguments(probe: Probe, poison: Poison) -> dict[tuple[str, Path], list[Tensor]]:
     """Returns what the block's modules were given in each of their calls, by module and place."""
     given: dict[tuple[str, Path], list[Tensor]] = {}
-    undo: list[Callable[[], None]] = []
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -142,13 +142,10 @@ def _arguments(probe: Probe, poison: Poison) -> dict[tuple[str, Path], list[Tens
 
         return hook
 
-    try:
+    with ExitStack() as hooks:
         for name, module in probe.block.named_modules():
-            undo.append(module.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
+            hooks.enter_context(module.register_forward_pre_hook(watch(name), with_kwargs=True))
         probe.respond(poison)
-    finally:
-        for remove in undo:
-            remove()
     return given
 
 
@@ -164,12 +161,8 @@ def _stays_inside(probe: Probe, name: str, path: Path) -> bool:
         leaves = [leaf for _, leaf in paths_of(output) if leaf.is_floating_point()]
         leaked.append(any(bool(torch.isnan(leaf).any()) for leaf in leaves))
 
-    hooks = [module.register_forward_pre_hook(poison, with_kwargs=True), module.register_forward_hook(look)]
-    try:
+    with module.register_forward_pre_hook(poison, with_kwargs=True), module.register_forward_hook(look):
         response = probe.respond(Poison(()))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return bool(response.sinks) and not any(leaked)
 
 

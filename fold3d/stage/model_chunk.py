@@ -15,6 +15,7 @@ from fold3d.errors import SplitError
 from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.replay import ChangedBuffers, OwnBuffers
+from fold3d.stage.sharded_chunk import ShardedChunk
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues
 from fold3d.stage.whole_model import WholeModel
@@ -111,32 +112,6 @@ class ChunkSync(Protocol):
         """The chunk's last backward is done."""
 
 
-class ChunkSharding(Protocol):
-    """What a chunk does differently whose weights are spread over a tensor-parallel group."""
-
-    def receive(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what the chunk before returned, of what this rank received of it."""
-
-    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what this rank sends of what the chunk returned."""
-
-    def run(self, micro_batch: MicroBatch, received: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
-        """Returns what the model's forward gives as this chunk; None: it is to run as everywhere."""
-
-    def watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Around the loss function's code: raises where it would not compute what one process does."""
-
-    def ran(self, micro_batch: MicroBatch) -> None:
-        """The model's forward has run, or more of the loss function's code: raises where blocks ran what is not right
-        for shares of them."""
-
-    def first(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
-        """Around a run that is repeated later: what it gets from other ranks is kept in `run`."""
-
-    def again(self, run: KeptRun) -> contextlib.AbstractContextManager[None]:
-        """Around the run that repeats it."""
-
-
 class PipelineChunk:
     """Runs one chunk of a SplitModel; the methods are called by the Executor on the thread that runs the step."""
 
@@ -147,10 +122,10 @@ class PipelineChunk:
         split: SplitModel | WholeModel,
         sync: ChunkSync,
         once: OncePerMicroBatch | None,
-        sharding: ChunkSharding | None = None,
+        sharding: ShardedChunk | None = None,
         draws: PartDraws | None = None,
         *,
-        turn_to: Callable[[bool], None] | None = None,
+        turn_to: Callable[[int, bool], None] | None = None,
         is_end: bool = True,
         compares: bool = False,
     ):
@@ -161,8 +136,8 @@ class PipelineChunk:
         once: of a model that is cut, or of a process that recomputes; None: this is the only chunk, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
-        turn_to: of steps without a flush; told whether the actions from now on are of the step before. None: all have
-            one.
+        turn_to: of steps without a flush; told before each action the number of its micro-batch, and whether it is of
+            the step before. None: all have a flush.
         """
         self.turn_to = turn_to
         self.index = index

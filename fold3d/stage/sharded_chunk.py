@@ -139,7 +139,7 @@ class OperatorChecks:
 
 
 class ShardedChunk:
-    """A ChunkSharding of one chunk; all ranks of the group make the same calls."""
+    """Of one chunk; all ranks of the group make the same calls."""
 
     def __init__(
         self,

@@ -111,10 +111,9 @@ def install(
         operators: notes what the blocks run; None: nobody asks.
     Raises: AttributeError when the model has other modules than the plan's.
     """
-    undo: list[Callable[[], None]] = []
     parts: list[ReturnedParts] = []
     length = SequenceLength(ops.size, rank)
-    try:
+    with contextlib.ExitStack() as undo:
         for name, split in plan.blocks.items():
             block, sequence = model.get_submodule(name), None
             calls = BlockCalls(ops, type(block).__name__)
@@ -123,16 +122,14 @@ def install(
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
                 sequence = BlockSequence(block, parted, length, ops, calls)
-            watch = None if operators is None or not split.groups else operators.watch(name)
-            undo.append(install_block(block, split, rank, ops, calls, sequence, watch))
+            watch = None if operators is None else operators.watch(name)
+            undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
             inner = InnerParts(block, name, rank, ops, sequence)
-            undo += [inner.watch(one) for one in (split if parted is None else parted).inner]
+            for one in (split if parted is None else parted).inner:
+                undo.callback(inner.watch(one))
             parts.append(inner.parts)
-        undo.append(put_together(model, plan.blocks, parts))
-    except BaseException:
-        _undo_all(undo)
-        raise
-    return partial(_undo_all, undo)
+        undo.callback(put_together(model, plan.blocks, parts))
+        return undo.pop_all().close
 
 
 def install_block(
@@ -151,24 +148,32 @@ def install_block(
         sequence: what it does with parts of the sequence; None: it is given the whole.
         operators: notes what it runs; None: nobody asks.
     """
-    if not split.groups:
-        return _nothing
-    undo: list[Callable[[], None]] = []
-    made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
-    try:
-        undo += set_widths(block, split, rank)
-        undo += [set_attribute(block, attribute) for attribute in split.attributes]
-        for number, group in enumerate(split.groups):
-            undo += made.group(number, group)
-        undo += made.unproved.watch_modules()
-        if sequence is not None:
-            undo += [sequence.gather(one, made.linear_entries) for one in sequence.split.gathers]
-            undo += sequence.watch()
-        undo.append(made.block(operators))
-    except BaseException:
-        _undo_all(undo)
-        raise
-    return partial(_undo_all, undo)
+    with contextlib.ExitStack() as undo:
+        if split.groups:
+            made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
+            for one in _put_on(made, block, split, rank, sequence, operators):
+                undo.callback(one)
+        return undo.pop_all().close
+
+
+def _put_on(
+    made: _Installer,
+    block: nn.Module,
+    split: BlockSplit,
+    rank: int,
+    sequence: BlockSequence | None,
+    operators: OperatorWatch | None,
+) -> Iterator[Callable[[], None]]:
+    """Puts everything on a block, in this order; yields what takes each off again."""
+    yield from set_widths(block, split, rank)
+    yield from (set_attribute(block, attribute) for attribute in split.attributes)
+    for number, group in enumerate(split.groups):
+        yield from made.group(number, group)
+    yield from made.unproved.watch_modules()
+    if sequence is not None:
+        yield from (sequence.gather(one, made.linear_entries) for one in sequence.split.gathers)
+        yield from sequence.watch()
+    yield made.block(operators)
 
 
 def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
@@ -477,12 +482,3 @@ def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict
     if part is x and whole is not None:  # what came in goes out again
         return whole
     return gather_part(x, one, rank, ops)
-
-
-def _undo_all(undo: list[Callable[[], None]]) -> None:
-    while undo:
-        undo.pop()()
-
-
-def _nothing() -> None:
-    pass

@@ -133,15 +133,10 @@ def put_together(model: nn.Module, blocks: Iterable[str], parts: Sequence[Return
     Of hidden states and of what hooks collect only what is returned as it is: what code in between computes of a part
     stays one.
     """
-    handles = [
-        model.get_submodule(name).register_forward_hook(_ResultsHook(parts), prepend=True) for name in ancestors(blocks)
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hooks = contextlib.ExitStack()
+    for name in ancestors(blocks):
+        hooks.enter_context(model.get_submodule(name).register_forward_hook(_ResultsHook(parts), prepend=True))
+    return hooks.close
 
 
 class _ResultsHook:

@@ -1,10 +1,14 @@
-"""Recorder: follows one forward pass operation by operation and notes which region reads what.
+"""Recorder: follows one forward pass operation by operation and notes which region reads what; Writes: which memory is
+written to in place, where, and by whom.
 
 A chunk that starts at block c skips blocks 0 .. c-1 and the modules with parameters before block c (see `split_model`).
 That is right only if all that they return and that is read after the border is handed over (see `crossing`), and
 nothing else of them is read there. The recorder finds the first and proves the second: every tensor carries tokens that
 say where it comes from, every operation looks at the tokens of its arguments. Autograd graphs would not show what flows
 through detached tensors, so values are followed instead, by storage.
+
+A chunk leaves out modules with weights in front of it, and runs the model's own code between them. So what that code
+writes into a tensor that the chunk received is written again, and what a module writes is not.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import arg_tree_leaves, tree_leaves
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
@@ -30,7 +34,99 @@ from fold3d.trace.made_up import run_with_values
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
 from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import is_ours
-from fold3d.trace.writes import Writes, written_by
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One operation that writes into memory."""
+
+    time: int
+    """How many results had been returned."""
+    region: int
+    """Before which block, or in which."""
+    by: Value | None
+    """The run of a module with weights; None: the model's own code."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    key: int
+    time: int
+    is_own: bool
+
+
+class Writes:
+    """Those of one forward.
+
+    Args:
+        key_of: tells memory apart: of tensors that share it the same number.
+    """
+
+    def __init__(self, key_of: Callable[[Tensor], int]) -> None:
+        self._key_of = key_of
+        self._makers: dict[int, Value | None] = {}
+        self._results: dict[Value, _Result] = {}
+        self._tensors: dict[int, set[int]] = {}
+        self._writes: dict[int, list[Write]] = {}
+
+    def made(self, key: int, by: Value | None) -> None:
+        """An operation has made memory."""
+        self._makers[key] = by
+
+    def written(self, key: int, region: int, by: Value | None) -> None:
+        """An operation writes into memory."""
+        self._writes.setdefault(key, []).append(Write(len(self._results), region, by))
+
+    def returned(self, value: Value, tensor: Tensor, by: Value) -> None:
+        """The run of a module has returned `tensor`, which outlives this object."""
+        key = self._key_of(tensor)
+        self._results[value] = _Result(key, len(self._results), self._makers.get(key) == by)
+        self._tensors.setdefault(key, set()).add(id(tensor))
+
+    def parted(self, output: Any, by: Value) -> Any:
+        """Returns what a run of a module returns, with copies of the tensors into whose memory it has written and which
+        it was given: who reads a copy has it from the module, and who reads the memory, by a name that it had before,
+        reads what a chunk without the module does not have."""
+        given: dict[int, Tensor] = {}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and self._is_given(self._key_of(leaf), by):
+                given[id(leaf)] = leaf
+        if not given or len({self._key_of(leaf) for leaf in given.values()}) < len(given):
+            return output  # names of one memory stay such
+        copies = {name: leaf.clone() for name, leaf in given.items()}
+        return tree_map_only(Tensor, lambda leaf: copies.get(id(leaf), leaf), output)
+
+    def _is_given(self, key: int, by: Value) -> bool:
+        return self._makers.get(key) != by and any(write.by == by for write in self._writes.get(key, ()))
+
+    def since(self, value: Value) -> list[Write]:
+        """Returns those into a result after it was returned; none of what no module but only a hook has seen."""
+        result = self._results.get(value)
+        if result is None:
+            return []
+        return [write for write in self._writes.get(result.key, ()) if write.time > result.time]
+
+    def before(self, border: int, value: Value) -> bool:
+        """Whether a result is written to between its return and a border."""
+        return any(write.region < border for write in self.since(value))
+
+    def come_again(self, value: Value) -> bool:
+        """Whether a chunk that received a copy of the result writes into it, and into nothing else, as the whole model
+        does: no module writes, and no other result and nothing that the module was given has the same memory."""
+        result, writes = self._results[value], self.since(value)
+        alone = result.is_own and len(self._tensors[result.key]) == 1
+        return alone and bool(writes) and all(write.by is None for write in writes)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors into which a call of an operator writes."""
+    found: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
 
 _aten = torch.ops.aten
 

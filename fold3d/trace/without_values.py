@@ -1,10 +1,16 @@
 """WithoutValues: torch's FakeTensorMode, for models of any precision, that knows what follows from a batch alone;
 and the modes beside it.
+
+Liger's element-wise kernels are said by torch's operations: Triton needs memory. Shapes, dtypes and what reads what are
+those of the kernels. Their fused losses are not here: they read the head's weight, which is another rank's (see
+`chunked_loss`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,13 +19,49 @@ import torch
 from torch import Tensor, no_grad
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import Distribution
-from torch.nn import Module
+from torch.nn import Module, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.trace.known_values import MOST, KnownValues, compare_drawn
-from fold3d.trace.liger import without_kernels
+
+
+def _scaled(x: Tensor, weight: Tensor | None, *_: Any) -> Tensor:
+    return x.clone() if weight is None else (x * weight).to(x.dtype)
+
+
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    read = 0 * cos.sum().to(query.dtype)
+    return query + read, key + read
+
+
+_INSTEAD: Mapping[str, Callable[..., Any]] = {
+    "LigerRMSNormFunction": _scaled,
+    "LigerLayerNormFunction": lambda x, weight, bias, *_: _scaled(x, weight) + bias,
+    "LigerSiLUMulFunction": lambda gate, up, *_: functional.silu(gate) * up,
+    "LigerGELUMulFunction": lambda gate, up, *_: functional.gelu(gate) * up,
+    "LigerRopeFunction": _rotated,
+}
+"""Class of `liger_kernel.ops` -> the like of what its `apply` computes."""
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """In its body Liger's functions, where they are imported, run no kernel."""
+    ops = sys.modules.get("liger_kernel.ops")
+    found = [(getattr(ops, name, None), instead) for name, instead in _INSTEAD.items()]
+    patched: list[Any] = []
+    for kind, instead in found:
+        if kind is not None and "apply" not in vars(kind):
+            kind.apply = staticmethod(instead)
+            patched.append(kind)
+    try:
+        yield
+    finally:
+        for kind in patched:
+            del kind.apply
+
 
 _attention = torch.nn.functional.scaled_dot_product_attention
 _fused = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -15,7 +15,15 @@ import torch.distributed as dist
 import transformers
 
 from fold3d.checkpoint import last_committed, manifest
-from fold3d.config import AUTO, BLOCKS, FP16_WITH_DELAY, SETTINGS, ParallelConfig, parse_tp_plan
+from fold3d.config import (
+    AUTO,
+    BLOCKS,
+    CLIPPED_EACH_MICRO_BATCH,
+    FP16_WITH_DELAY,
+    SETTINGS,
+    ParallelConfig,
+    parse_tp_plan,
+)
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
@@ -26,6 +34,8 @@ from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
 
 if TYPE_CHECKING:
+    from fold3d.engine.planning.mesh import Decision
+
     NumberOrAuto = int | str
     FlagOrAuto = bool | str
     Bytes = int | float | str
@@ -50,12 +60,16 @@ class TrainingArguments(transformers.TrainingArguments):
     """`transformers.TrainingArguments` with data-, tensor- and pipeline-parallel layout.
 
     A micro-batch is `per_device_train_batch_size` samples, an optimizer step has `gradient_accumulation_steps`
-    micro-batches per replica: batch arithmetic is the stock Trainer's with dp in the place of the world size.
+    micro-batches per replica: batch arithmetic is the stock Trainer's with dp in the place of the world size. With
+    `global_batch_size` gradient_accumulation_steps follows. With parallel="auto" the Trainer decides dp, tp, pp and
+    both when it is constructed, and writes them here.
 
     Raises: ConfigError, before any process group is built, for values that cannot work, arguments that would have no
         effect, and stock arguments that fold3d does not carry out.
     """
 
+    parallel: str | None = of_config("parallel")
+    global_batch_size: int | None = of_config("global_batch_size")
     dp: int | None = of_config("dp")
     tp: int = of_config("tp")
     tp_plan: Plan | None = of_config("tp_plan")
@@ -71,6 +85,8 @@ class TrainingArguments(transformers.TrainingArguments):
     dp_sync_dtype: str = of_config("dp_sync_dtype")
     gradient_delay: int = of_config("gradient_delay")
     flush: bool = of_config("flush")
+    weight_versions: str = of_config("weight_versions")
+    delay_correction: str = of_config("delay_correction")
     bucket_bytes: Bytes | None = of_config("bucket_bytes")
     memory_limit: Bytes | None = of_config("memory_limit")
     offload: str = of_config("offload")
@@ -113,6 +129,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "batch stays that of the checkpoint. Default: train() begins anew unless it is given one."
         },
     )
+    preemption_grace: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds from the signal until the processes are killed, with enable_jit_checkpoint: a checkpoint "
+            "that would not be complete by then, as long as the last one took, is not begun, and the last one counts. "
+            "Default: what torchrun and Slurm say."
+        },
+    )
     exit_when_preempted: bool = field(
         default=False,
         metadata={
@@ -133,22 +157,15 @@ class TrainingArguments(transformers.TrainingArguments):
         if not isinstance(m, int) or isinstance(m, bool) or m < 1:
             raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
         world_size = _announced_world_size()
+        self._settle_batch(world_size)
         self._settle_saving(world_size)
-        config = self.parallel
-        if config.gradient_delay and self.fp16:
-            raise ConfigError(FP16_WITH_DELAY)
-        for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute"):  # as they are understood
+        config = self.layout
+        self._refuse_with_delay(config)
+        for name in ("bucket_bytes", "memory_limit", "offload_pool", "recompute", "tp", "pp"):  # as they are understood
             setattr(self, name, getattr(config, name))
         if not isinstance(config.partition, str):
             self.partition = ",".join(config.partition)
-        dp = config.resolve_dp(world_size)
-        constraints = resolve_auto(config, dp)
-        if constraints.segments is not None and self.micro_batch_size != AUTO:  # raises when there is no such schedule
-            parts = self._parts() * config.micro_batches
-            programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
-        is_cut = constraints.segments is None or constraints.segments * config.pp * config.tp > 1
-        if "underflow_overflow" in str(self.debug):
-            self._run_all_modules(constraints.segments)
+        is_cut = config.is_open or self._check_mesh(config, world_size)
         if self.blocks != "auto" and not is_cut:
             raise ConfigError(
                 f"blocks={self.blocks!r} has no effect with pp=1 and segments=1: the model is not cut; remove it"
@@ -173,14 +190,64 @@ class TrainingArguments(transformers.TrainingArguments):
         with other_device(float(self.ddp_timeout)) if takes_other else contextlib.nullcontext():
             super().__post_init__()  # type: ignore[no-untyped-call]
             found = self.world_size
-        dp = config.resolve_dp(found)
+        dp = found if config.is_open else config.resolve_dp(found)
         if dist.is_initialized():  # what follows may take each process another time: the data, the model, the Trainer
-            watch_job(Topology(dp=dp, pp=self.pp, tp=self.tp, rank=dist.get_rank()), config.silence_seconds)
+            pp, tp = (1, 1) if config.is_open else (self.pp, self.tp)
+            watch_job(Topology(dp=dp, pp=pp, tp=tp, rank=dist.get_rank()), config.silence_seconds)
         if self.n_gpu > 1:
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, which torch.nn.DataParallel would share; start one process "
                 "per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one of them"
             )
+
+    def _check_mesh(self, config: ParallelConfig, world_size: int) -> bool:
+        """Returns whether the model is cut. Raises: ConfigError for what does not go with the mesh."""
+        dp = config.resolve_dp(world_size)
+        constraints = resolve_auto(config, dp)
+        if constraints.segments is not None and self.micro_batch_size != AUTO:  # raises when there is no such schedule
+            parts = self._parts() * config.micro_batches
+            programs_of(replace(config, micro_batches=parts), constraints, dp).compute(parts)
+        if "underflow_overflow" in str(self.debug):
+            self._run_all_modules(constraints.segments)
+        return constraints.segments is None or constraints.segments * config.pp * config.tp > 1
+
+    def _settle_batch(self, world_size: int) -> None:
+        """Makes gradient_accumulation_steps follow from `global_batch_size`. Raises: ConfigError where it cannot."""
+        samples, size = self.global_batch_size, self.per_device_train_batch_size
+        if self._is_open:
+            refused = {
+                "auto_find_batch_size": self.auto_find_batch_size,
+                "debug": "underflow_overflow" in str(self.debug),
+                "schedule": self.schedule.endswith(".csv"),
+                "gradient_accumulation_steps": self.gradient_accumulation_steps != 1,
+            }
+            for name in (name for name, is_set in refused.items() if is_set):
+                raise ConfigError(
+                    f'{name}={getattr(self, name)!r} is not available with parallel="auto", which decides the mesh and '
+                    f"the micro-batches; remove it, or set dp, tp and pp"
+                )
+        if samples is None or self._is_open:
+            return
+        sizes = {name: 1 if getattr(self, name) is None else getattr(self, name) for name in ("tp", "pp")}
+        dp = self.dp or world_size // (sizes["tp"] * sizes["pp"]) or 1
+        if not isinstance(samples, int) or samples < 1 or samples % (size * dp):
+            raise ConfigError(
+                f"global_batch_size={samples!r} is no multiple of per_device_train_batch_size={size} times {dp} "
+                "replicas; change one of them"
+            )
+        if self.gradient_accumulation_steps not in (1, samples // (size * dp)):
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} contradicts "
+                f"global_batch_size={samples}, with which it is {samples // (size * dp)}; remove one of them"
+            )
+        self.gradient_accumulation_steps = samples // (size * dp)
+
+    def settle(self, mesh: Decision) -> None:
+        """Takes over what parallel="auto" has decided. Raises: ConfigError for what does not go with it."""
+        self._mesh: Decision | None = mesh
+        self.dp, self.tp, self.pp = mesh.dp, mesh.tp, mesh.pp
+        self.per_device_train_batch_size, self.gradient_accumulation_steps = mesh.samples, mesh.micro_batches
+        self._check_mesh(self.layout, mesh.world)
 
     def _settle_saving(self, world_size: int) -> None:
         """Raises: ConfigError for what has no effect, or no meaning, in saving and going on."""
@@ -195,10 +262,17 @@ class TrainingArguments(transformers.TrainingArguments):
             raise ConfigError(
                 "exit_when_preempted=True has no effect without enable_jit_checkpoint=True, which saves at a signal"
             )
+        grace = self.preemption_grace
+        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace > 0):
+            raise ConfigError(f"preemption_grace={grace!r}: must be a number of seconds greater than 0")
+        if grace is not None and not self.enable_jit_checkpoint:
+            raise ConfigError(
+                "preemption_grace has no effect without enable_jit_checkpoint=True, which saves at a signal"
+            )
         if self.resume == AUTO:
-            self._keep_global_batch(self.parallel.resolve_dp(world_size))
+            self._keep_global_batch(world_size)
 
-    def _keep_global_batch(self, dp: int) -> None:
+    def _keep_global_batch(self, world_size: int) -> None:
         """Makes as many micro-batches of a step as give the global batch of the checkpoint that will be resumed.
 
         Raises: ConfigError when no number does.
@@ -207,6 +281,14 @@ class TrainingArguments(transformers.TrainingArguments):
         batch = None if last is None else manifest.batch(last)
         if batch is None:
             return
+        if self.global_batch_size is not None:
+            if self.global_batch_size != batch:
+                raise ConfigError(
+                    f"{last} was trained with {batch} samples per step, and global_batch_size is "
+                    f"{self.global_batch_size}: set it to {batch}, or leave out resume='auto' to change the batch"
+                )
+            return
+        dp = self.layout.resolve_dp(world_size)
         samples, before = self.per_device_train_batch_size * dp, self.gradient_accumulation_steps
         if batch % samples:
             raise ConfigError(
@@ -233,7 +315,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _parts(self) -> int:
         """Returns into how many parts a micro-batch is divided."""
-        size, samples = self.parallel.part_size, self.per_device_train_batch_size
+        size, samples = self.layout.part_size, self.per_device_train_batch_size
         if size is not None and samples % size:
             raise ConfigError(
                 f"micro_batch_size={size} does not divide per_device_train_batch_size={samples}; take one of "
@@ -241,10 +323,31 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         return 1 if size is None else samples // size
 
+    def _refuse_with_delay(self, config: ParallelConfig) -> None:
+        if config.gradient_delay and self.fp16:
+            raise ConfigError(FP16_WITH_DELAY)
+        if config.updates_each_micro_batch and self.max_grad_norm:
+            raise ConfigError(CLIPPED_EACH_MICRO_BATCH)
+
     @property
-    def parallel(self) -> ParallelConfig:
+    def mesh(self) -> Decision | None:
+        """What parallel="auto" stands for, once the Trainer has decided it."""
+        return vars(self).get("_mesh")
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the Trainer is to decide the mesh: not of arguments that were written after it has."""
+        sizes = (self.dp, self.tp, self.pp)
+        made = self.per_device_train_batch_size * self.gradient_accumulation_steps * (self.dp or 0)
+        is_settled = self.mesh is not None or (None not in sizes and made == self.global_batch_size)
+        return self.parallel is not None and not is_settled
+
+    @property
+    def layout(self) -> ParallelConfig:
         """The layout, for the Engine."""
         shared: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
+        if not self._is_open:
+            shared |= {"parallel": None, "global_batch_size": None}  # gradient_accumulation_steps says it
         return ParallelConfig(
             **shared | {"tp_plan": parse_tp_plan("tp_plan", self.tp_plan)},
             micro_batches=self.gradient_accumulation_steps,

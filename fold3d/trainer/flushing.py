@@ -36,17 +36,32 @@ class FlushingHandler(CallbackHandler):
     _told: set[str]
     save_is_under_way: Callable[[], bool]
     """Whether the checkpoint of the step that has just ended is not complete yet."""
+    flush: Callable[[], None]
+    before_update: Callable[[], None]
 
     @classmethod
     def adopt(
-        cls, handler: CallbackHandler, engine: Engine, has_stepped: Event, save_is_under_way: Callable[[], bool]
+        cls,
+        handler: CallbackHandler,
+        engine: Engine,
+        has_stepped: Event,
+        save_is_under_way: Callable[[], bool],
+        *,
+        flush: Callable[[], None],
+        before_update: Callable[[], None],
     ) -> None:
-        """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's."""
+        """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's.
+
+        Args:
+            flush: is called before somebody may read or change weights.
+            before_update: is called before the optimizer steps.
+        """
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
         handler.flags = ControlFlags(engine)
         handler.save_is_under_way = save_is_under_way
+        handler.flush, handler.before_update = flush, before_update
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, unless there is no checkpoint yet that they could look at."""
@@ -57,6 +72,7 @@ class FlushingHandler(CallbackHandler):
         """Calls the callbacks, once the parameters are what they read."""
         if event == "on_pre_optimizer_step":
             self.has_stepped.set()
+            self.before_update()
         readers = [type(c).__name__ for c in self.callbacks if may_read(c, event, "reads_weights")]
         if event in _EVERY_STEP and self.engine.topology.dp > 1:
             for name in [name for name in readers if name not in self._told]:
@@ -68,9 +84,10 @@ class FlushingHandler(CallbackHandler):
                 )
             self._told.update(readers)
         if event == "on_train_end":  # where the weights are final
+            self.before_update()
             self.engine.finish_updates(args.max_grad_norm or None)
         if readers or event == "on_train_end":
-            self.engine.flush()
+            self.flush()
         control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
         self.flags.follow(event, control, state.global_step, acts_within=self._acts_within)
         return control

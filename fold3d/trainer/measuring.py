@@ -20,29 +20,12 @@ from fold3d.observe.memory import peak_bytes
 from fold3d.observe.step_breakdown import gather_records
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
+from fold3d.profile.devices import known_device
 from fold3d.trace.shadow import fake_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trainer.console import printing_lines
 from fold3d.trainer.evaluation import EvaluatingTrainer
 from fold3d.trainer.flushing import FlushingHandler
-
-_DENSE_16_BIT = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A30": 165e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-}
-"""FLOPs per second of tensor cores with 16-bit inputs, without sparsity, from NVIDIA's data sheets. The first name that
-occurs in the device's counts."""
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
@@ -58,12 +41,8 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
 
 def flops_of(name: str) -> float | None:
     """Returns the FLOPs per second of a device called so by its driver, None for one that is not known."""
-    words = name.replace("-", " ").split()
-    for known, flops in _DENSE_16_BIT.items():
-        parts = known.split()
-        if any(words[i : i + len(parts)] == parts for i in range(len(words))):
-            return flops
-    return None
+    device = known_device(name)
+    return None if device is None else device.flops_16_bit
 
 
 @contextlib.contextmanager

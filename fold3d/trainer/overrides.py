@@ -125,16 +125,16 @@ def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
     return readers
 
 
-def flush_before(trainer: transformers.Trainer, flush: Callable[[], None], replicas: int) -> None:
+def flush_before(trainer: transformers.Trainer, flush: Callable[[], None], *, is_needed: bool) -> None:
     """Lets every overridden method of `trainer` find the weights complete, unless it has `reads_weights = False`.
 
     It is said once where that costs something in each step.
 
     Args:
         flush: waits for the weights.
-        replicas: where there is one, they are complete anyway.
+        is_needed: whether they may be incomplete, or must not change at once.
     """
-    if replicas == 1 or not getattr(trainer, "reads_weights", True):
+    if not is_needed or not getattr(trainer, "reads_weights", True):
         return
     told = set()
 

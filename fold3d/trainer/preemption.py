@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,17 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+from fold3d.errors import Fold3dError
+
 MARK = "preempted.json"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Slurm, SkyPilot, Kubernetes and torchrun send the first; `sbatch --signal=USR1@120` the other one."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm, SkyPilot, Kubernetes and torchrun send the first; `sbatch --signal` any of them."""
+_TORCHRUN_SECONDS = 30.0
+"""From the SIGTERM that torchrun hands on until it kills, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
+
+class EvaluationEndedError(Fold3dError):
+    """The job has been asked to end in the middle of an evaluation; raised on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +32,7 @@ class Preempted:
     """What a job's script is told when the training was asked to end: as JSON in `preempted.json`, in output_dir."""
 
     step: int
-    """Optimizer steps that are done."""
+    """Optimizer steps that are done in the checkpoint."""
     checkpoint: str
     """Folder of it in output_dir, complete."""
     seconds: float
@@ -56,6 +64,8 @@ class PreemptionCallback(JITCheckpointCallback):
         self.trainer, self.jit_manager = stock.trainer, stock.jit_manager
         self.asked_at: float | None = None
         """When a signal came, by `time.monotonic`."""
+        self.asked_by = 0
+        """Its number."""
         self._before: dict[signal.Signals, Any] = {}
         if self.jit_manager is not None:
             self._take_signals()
@@ -70,7 +80,8 @@ class PreemptionCallback(JITCheckpointCallback):
             self._before[signal.SIGTERM] = self.jit_manager._original_sigterm_handler
 
     def _note(self, number: int, frame: Any) -> None:
-        self.asked_at = self.asked_at or time.monotonic()
+        if self.asked_at is None:
+            self.asked_at, self.asked_by = time.monotonic(), number
         self.jit_manager.is_checkpoint_requested = True
 
     @property
@@ -82,6 +93,11 @@ class PreemptionCallback(JITCheckpointCallback):
         """Takes the signals, which an earlier training may have given back."""
         if self.jit_manager is not None and not self._before:
             self._take_signals()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Ends an evaluation of the training when a rank has been asked; all ranks are here."""
+        if self.jit_manager is not None:
+            self.trainer.end_evaluation_if_asked()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Nothing: the other ranks do not know of the signal yet."""
@@ -114,7 +130,27 @@ def is_asked_to_end(callbacks: Iterable[TrainerCallback]) -> bool:
     return any(one.is_asked for one in callbacks if isinstance(one, PreemptionCallback))
 
 
-def seconds_since_asked(callbacks: Iterable[TrainerCallback]) -> float:
-    """Returns the seconds since that signal; 0.0 where none came."""
-    asked = [one.asked_at for one in callbacks if isinstance(one, PreemptionCallback) and one.asked_at is not None]
-    return time.monotonic() - min(asked) if asked else 0.0
+def time_left(callbacks: Iterable[TrainerCallback], grace: float | None) -> tuple[float, float]:
+    """Returns the seconds since the first signal on this rank, 0.0 where none came, and those that are left until the
+    process is killed, infinity where nobody says when.
+
+    Args:
+        grace: what the user says: seconds from the signal.
+    """
+    asked = [one for one in callbacks if isinstance(one, PreemptionCallback) and one.asked_at is not None]
+    if not asked:
+        return 0.0, float("inf")
+    first = min(asked, key=lambda one: one.asked_at or 0.0)
+    seconds = time.monotonic() - (first.asked_at or 0.0)
+    found = _grace(first.asked_by, os.environ, time.time() - seconds) if grace is None else grace
+    return seconds, found - seconds
+
+
+def _grace(number: int, environment: Mapping[str, str], asked_at: float) -> float:
+    """Returns the seconds from the signal, at `asked_at` of the clock, until torchrun kills, or Slurm's time is up."""
+    limits = [float("inf")]
+    if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in environment:
+        limits.append(float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_SECONDS)))
+    if environment.get("SLURM_JOB_END_TIME", "").isdecimal():
+        limits.append(float(environment["SLURM_JOB_END_TIME"]) - asked_at)
+    return min(limits)

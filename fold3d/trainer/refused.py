@@ -56,7 +56,7 @@ def refuse_unsupported(args: transformers.TrainingArguments) -> None:
         if is_set(value):
             raise ConfigError(f"{name}={getattr(value, 'value', value)!r} is not available: {reason}")
     if args.use_liger_kernel:
-        _refuse_fused_losses(dict(args.liger_kernel_config or {}), getattr(args, "tp", 1))
+        _refuse_fused_losses(dict(args.liger_kernel_config or {}), getattr(args, "tp", 1) or 1)
     for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{variable} is set: fold3d places the model itself; start the script with torchrun")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from fold3d.checkpoint import (
     LateGradientsFiles,
     OptimizerFiles,
     OptimizerLayout,
+    Part,
     WeightsFiles,
     adapter_files,
     has_adapters,
@@ -42,15 +45,17 @@ from fold3d.checkpoint import (
     remove_stale,
     sees_folder,
     together,
-    write_all,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
 from fold3d.checkpoint.adapters import AdapterFiles
 from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.checkpoint.regions import Region
+from fold3d.comms.world_group import WorldGroup
+from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.engine.engine import Engine
 from fold3d.engine.state import check_late
 from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
+from fold3d.faults.progress import Progress
 from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
@@ -67,27 +72,36 @@ SCALER = "scaler.pt"
 TRAINER_STATE = "trainer_state.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SaveUnderWay:
-    """A checkpoint that is being written, or waits for its name; the same on every rank."""
+    """A checkpoint that is being written, and what this rank brings into it besides tensors."""
 
     folder: CheckpointFolder
     at: tuple[int, float | None]
     """Steps that were done, and the epoch."""
     step_index: int
     """Steps that the engine had begun."""
-    late_settings: list[dict[str, Any]] | None
-    delivery: Delivery
+    batch: int
+    """Samples of an optimizer step, over all replicas."""
+    best: str | None
+    """Folder of the best checkpoint so far, this one included."""
     is_async: bool
     """Whether training goes on meanwhile."""
+    begun: float = field(default_factory=time.monotonic)
+    random_state: dict[str, bytes] = field(default_factory=dict)
+    """By name of the file."""
+    late_settings: list[dict[str, Any]] | None = None
+    error: Exception | None = None
+    """Why there is not all of it."""
 
 
 class CheckpointingTrainer(transformers.Trainer):
     """The saving and loading half of `fold3d.Trainer`.
 
     Every rank writes what it has (`Delivery`), so every rank must call `save_model`, as with other trainers that shard
-    the model. With `async_save` a checkpoint is copied at the end of a step and written while training goes on; it gets
-    its name at the end of the first step at which all ranks have written theirs, and only then callbacks hear of it.
+    the model. A checkpoint is collected on each rank, which meets nobody, and then written by all together: with
+    `async_save` copies of it, in a thread, while training goes on. Callbacks hear of it at the end of the first step at
+    which all ranks are done.
     """
 
     args: TrainingArguments
@@ -105,8 +119,18 @@ class CheckpointingTrainer(transformers.Trainer):
     """What a `_save` of the user's was given, while it runs."""
     _delivery: Delivery | None = None
     """Of the save whose files are being filled."""
+    _collects = False
+    """Whether what is saved now is only noted, in `_background`."""
+    _writers: tuple[WorldGroup, WorldGroup] | None = None
+    """The ranks as the threads that write meet, and the group of the engine that they belong to."""
+    _kept_files: tuple[tuple[Any, ...], dict[str, bytes]] = (), {}
+    """What `_save_all_but_weights` has written, and of what."""
     _save_under_way: SaveUnderWay | None = None
     _told_of_folder = _told_of_copies = False
+    _saved_step: int | None = None
+    """Of the newest checkpoint of this training."""
+    _seconds_of_save = 0.0
+    """How long the last checkpoint took until it was complete."""
     _to_load: list[Callable[[], None]]
     """What waits for the model to be cut."""
 
@@ -117,9 +141,14 @@ class CheckpointingTrainer(transformers.Trainer):
         output_dir = output_dir or str(self.args.output_dir)
         if not _internal_call:
             self.engine.meet("trainer.save_model()")
+        self.engine.drain()
         self.engine.flush()
         what = f"saving the model to {output_dir}"
-        with self.engine.supervise("saving the model"), self._delivering(Path(output_dir)), self._together(what):
+        with contextlib.ExitStack() as stack:
+            if not self._collects:  # else they meet when it is written
+                stack.enter_context(self.engine.supervise("saving the model"))
+                stack.enter_context(self._delivering(Path(output_dir)))
+                stack.enter_context(self._together(what))
             # A checkpoint keeps the tensors as they are in memory: any run can resume from it, and from_pretrained
             # loads both forms.
             if self.args.world_size > 1 and is_overridden(self, "_save"):
@@ -144,13 +173,13 @@ class CheckpointingTrainer(transformers.Trainer):
     @contextmanager
     def _delivering(self, folder: Path) -> Iterator[Delivery]:
         """Yields how tensors come into the files of `folder`, which have their names at the end; every rank runs it."""
-        if self._delivery is not None:  # of a checkpoint, which is not complete yet
+        if self._delivery is not None:
             yield self._delivery
             return
         with self._together(f"making {folder}"):
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-        self._delivery = self._new_delivery(folder)
+        self._delivery = self._new_delivery(folder, self.engine.world)
         try:
             yield self._delivery
             with self._together(f"saving {folder}"):
@@ -159,10 +188,10 @@ class CheckpointingTrainer(transformers.Trainer):
         finally:
             self._delivery = None
 
-    def _new_delivery(self, folder: Path, background: Background | None = None) -> Delivery:
-        with self._together(f"looking for {folder} on all hosts"):
-            is_shared = sees_folder(folder, self.engine.world, self.args.ddp_timeout)
-        if not is_shared and background is not None:
+    def _new_delivery(self, folder: Path, world: WorldGroup, *, is_async: bool = False) -> Delivery:
+        with together(f"looking for {folder} on all hosts", world, self.args.ddp_timeout):
+            is_shared = sees_folder(folder, world, self.args.ddp_timeout)
+        if not is_shared and is_async:
             raise CheckpointError(
                 f"async_save=True needs a folder that all hosts see, and {folder} is on the host of process 0 only: "
                 "mount output_dir on all hosts, or remove async_save"
@@ -174,7 +203,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 "that all hosts mount each process writes its own part",
                 folder,
             )
-        return Delivery(self.engine.world, self.args.ddp_timeout, is_shared=is_shared, background=background)
+        return Delivery(world, self.args.ddp_timeout, is_shared=is_shared)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
@@ -185,9 +214,15 @@ class CheckpointingTrainer(transformers.Trainer):
         if has_adapters(self.model):
             self._save_adapters(folder)
             return
+        everywhere, own = self._own_weights(saved_names(self.model))
+        if self._collects:
+            if self.args.should_save:
+                self._keep_all_but_weights(folder)
+            buffers = [Region(one.key, one.whole, one.starts, one.data.clone()) for one in own]  # forwards change them
+            self._background.to_files(everywhere, None, WeightsFiles(folder), buffers)
+            return
         with self._delivering(folder) as delivery:
             files = WeightsFiles(folder, prepare=lambda: self._save_all_but_weights(folder))
-            everywhere, own = self._own_weights(saved_names(self.model))
             delivery.to_files(everywhere, None, files, own)
 
     def _save_as_the_user_does(self, output_dir: str) -> None:
@@ -254,6 +289,21 @@ class CheckpointingTrainer(transformers.Trainer):
         with _no_progress_bar():  # of the stock code, which is given no weights to write
             super()._save(str(folder), state_dict={})
 
+    def _keep_all_but_weights(self, folder: Path) -> None:
+        """As `_save_all_but_weights`; files of a tokenizer take long, and are those of the save before."""
+        describing: Any = [self.args, *(getattr(self.model, name, None) for name in ("config", "generation_config"))]
+        words = len(self.processing_class) if isinstance(self.processing_class, Sized) else None
+        made_of = words, *(one and one.to_json_string() for one in describing)
+        before = set(folder.iterdir())
+        if made_of == self._kept_files[0]:
+            for name, content in self._kept_files[1].items():
+                (folder / name).write_bytes(content)
+            return
+        self._save_all_but_weights(folder)
+        made = set(folder.iterdir()) - before
+        if all(path.is_file() for path in made):
+            self._kept_files = made_of, {path.name: path.read_bytes() for path in made}
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._save_now(trial, is_async=self.args.async_save)
 
@@ -261,83 +311,122 @@ class CheckpointingTrainer(transformers.Trainer):
         """Saves a checkpoint; with `is_async` it is a complete folder when `_commit` has been called, by the next save
         or once all ranks have written their part. Every rank calls."""
         self._commit()  # one is under way at a time
-        run_dir = Path(self._get_output_dir(trial))
-        folder = CheckpointFolder(run_dir / f"checkpoint-{self.state.global_step}")
+        folder = CheckpointFolder(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
         self.store_flos()
-        with self._together(f"saving {folder.final}"):
-            if self.args.should_save:
-                folder.begin()
-        try:
-            with self.engine.supervise(f"saving {folder.final}"):
-                self._save_under_way = self._fill_checkpoint(folder, is_async)
-        except Exception:
-            with contextlib.suppress(Exception):  # the first one counts
-                self._background.finish()
-            if self.args.should_save:
-                folder.discard()
-            raise
-        if not is_async:
-            self._commit()
-
-    def _fill_checkpoint(self, folder: CheckpointFolder, is_async: bool) -> SaveUnderWay:
-        temporary, what = str(folder.temporary), f"saving {folder.final}"
-        best = self.state.best_model_checkpoint
-        self._delivery = self._new_delivery(folder.temporary, self._background if is_async else None)
-        try:
-            self.save_model(temporary, _internal_call=True)
-            late_settings = None
-            if not self.args.save_only_model:
-                with self._together(what):
-                    self._save_optimizer_and_scheduler(temporary)
-                    late_settings = self._save_late_gradients(folder.temporary)
-                self._save_rng_state(temporary)
-            with self._together(what):
-                self.state.best_model_checkpoint = self._best_checkpoint(folder.final)
-                if self.args.should_save:
-                    self._save_trainer_state(folder.temporary)
-                copied = self._background.start() if is_async else 0
-            if is_async:
-                self._say_copies(copied)
-            return SaveUnderWay(
+        with self.engine.supervise(f"saving {folder.final}"):
+            save = SaveUnderWay(
                 folder=folder,
                 at=(self.state.global_step, self.state.epoch),
                 step_index=self.engine.step_index,
-                late_settings=late_settings,
-                delivery=self._delivery,
+                batch=self.get_total_train_batch_size(self.args),
+                best=self._best_checkpoint(folder.final),
                 is_async=is_async,
             )
+            self._collect(save)
+            if is_async:
+                self._write_meanwhile(save)
+            else:
+                self._write(save, self.engine.world, self._background.take())
+        self._save_under_way = save
+        if not is_async:
+            self._commit()
+
+    def _collect(self, save: SaveUnderWay) -> None:
+        """Notes in `_background` which tensors this rank brings, and in `save` the rest. Process 0 makes the folder,
+        with its small files. What goes wrong is told when the ranks meet."""
+        temporary = str(save.folder.temporary)
+        known, self._collects = self.state.best_model_checkpoint, True
+        try:
+            if self.args.should_save:
+                save.folder.begin()
+            if not self.args.save_only_model:  # before anything that one rank alone may fail in: here all meet
+                save.late_settings = self._collect_late_gradients(save.folder.temporary)
+            self.save_model(temporary, _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(temporary)
+                with tempfile.TemporaryDirectory() as private:
+                    self._save_rng_state(private)
+                    save.random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
+            if self.args.should_save:
+                self.state.best_model_checkpoint = save.best
+                self._save_trainer_state(save.folder.temporary)
+        except Exception as failure:
+            save.error = failure
         finally:
-            self._delivery, self.state.best_model_checkpoint = None, best
+            self._collects, self.state.best_model_checkpoint = False, known
+
+    def _write_meanwhile(self, save: SaveUnderWay) -> None:
+        """Begins to copy what was collected, and to write the copies; every rank calls."""
+        engine = self.engine
+        if self._writers is None or self._writers[1] is not engine.world:
+            progress = Progress(engine.world.progress.life)
+            made = WorldGroup(engine.topology, engine.config.timeout_seconds, progress)
+            self._writers = made, engine.world
+        world = self._writers[0]
+
+        def write(parts: list[Part]) -> None:
+            self._say_copies(world)
+            self._write(save, world, parts)
+            world.progress.take_met()  # which nobody asks for
+
+        self._background.start(engine.topology, write)
+        if save.late_settings is not None:  # backwards go on in the same memory
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Returns when weights and the optimizer's state may change."""
+        self._background.wait_for_copies(self.args.ddp_timeout)
+
+    def _write(self, save: SaveUnderWay, world: WorldGroup, parts: list[Part]) -> None:
+        """Writes a checkpoint, and gives its folder its name. Every rank calls; with a save under way, in a thread.
+
+        Raises: on all ranks, when it fails on one; there is no such folder then.
+        """
+        folder, what, patience = save.folder, f"saving {save.folder.final}", self.args.ddp_timeout
+        try:
+            with together(what, world, patience):
+                if save.error is not None:
+                    raise save.error
+            delivery = self._new_delivery(folder.temporary, world, is_async=save.is_async)
+            for part in parts:
+                with together(what, world, patience):
+                    part.deliver(delivery)
+            shares = world.gather(save.random_state, timeout=patience)
+            with together(what, world, patience):
+                if shares is not None:  # rank 0 writes all files: other hosts may not see its folder
+                    for name, content in ((n, c) for share in shares for n, c in share.items()):
+                        (folder.temporary / name).write_bytes(content)
+                    delivery.finish()
+                    manifest.write(
+                        folder.temporary,
+                        step_index=save.step_index,
+                        batch=save.batch,
+                        late_settings=save.late_settings,
+                        mesh=None if self.args.mesh is None else self.args.mesh.to_dict(),
+                    )
+                    folder.commit()
+        except Exception:
+            with contextlib.suppress(OSError):  # the first one counts
+                if self.args.should_save:
+                    folder.discard()
+            raise
+        self._seconds_of_save = time.monotonic() - save.begun
 
     def _commit(self) -> None:
-        """Waits for the save that is under way, if there is one, and gives its folder its name; every rank calls."""
+        """Waits for the save that is under way, if there is one, and tells who wants to know; every rank calls."""
         save, self._save_under_way = self._save_under_way, None
         if save is None:
             return
-        final, what = save.folder.final, f"saving {save.folder.final}"
-        try:
-            with self.engine.supervise(what):
-                with self._together(what):
-                    self._background.finish(self.args.ddp_timeout)
-                with self._together(what):
-                    if self.args.should_save:
-                        save.delivery.finish()
-                        batch = self.get_total_train_batch_size(self.args)
-                        late = save.late_settings
-                        manifest.write(
-                            save.folder.temporary, step_index=save.step_index, batch=batch, late_settings=late
-                        )
-                        save.folder.commit()
-        except Exception:
-            if self.args.should_save:
-                save.folder.discard()
-            raise
-        self.state.best_model_checkpoint = self._best_checkpoint(final)
+        what = f"saving {save.folder.final}"
+        with self.engine.supervise(what), self._together(what):
+            self._background.finish(self.args.ddp_timeout)
+        self._saved_step = save.at[0]
+        self.state.best_model_checkpoint = self._best_checkpoint(save.folder.final)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(save.folder.final))
         if self.args.should_save:
             rotate_checkpoints(
-                output_dir=str(final.parent),
+                output_dir=str(save.folder.final.parent),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
@@ -355,12 +444,12 @@ class CheckpointingTrainer(transformers.Trainer):
         known: str | None = self.state.best_model_checkpoint
         return str(best) if is_there else known
 
-    def _say_copies(self, copied: int) -> None:
-        """Says once how much host memory the copies take."""
+    def _say_copies(self, world: WorldGroup) -> None:
+        """Says once how much host memory the copies take; every rank calls."""
         if self._told_of_copies:
             return
         self._told_of_copies = True
-        shares = self.engine.world.gather(copied, timeout=self.args.ddp_timeout)
+        shares = world.gather(self._background.bytes, timeout=self.args.ddp_timeout)
         if shares is not None:
             announce(
                 logger,
@@ -383,46 +472,34 @@ class CheckpointingTrainer(transformers.Trainer):
         self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.layout is not None and self._delivery is not None
+        assert self.layout is not None
         optimizer, folder, engine = self._plain_optimizer(), Path(output_dir), self.engine
         with engine.own_optimizer_state() as pieces:
-            with self._together(f"reading the optimizer's state for {folder}"):  # nobody waits for this rank's yet
-                everywhere, own, rest = self.layout.state_regions(
-                    optimizer, engine.owned, engine.primary, engine.parts, pieces
-                )
-                groups = optimizer.state_dict()["param_groups"]
-            self._delivery.to_files(everywhere, rest, OptimizerFiles(folder, self.layout, groups), own)
+            everywhere, own, rest = self.layout.state_regions(
+                optimizer, engine.owned, engine.primary, engine.parts, pieces
+            )
+            groups = copy.deepcopy(optimizer.state_dict()["param_groups"])  # schedules change them
+        self._background.to_files(everywhere, rest, OptimizerFiles(folder, self.layout, groups), own)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
             if (scaler := self.accelerator.scaler) is not None:
                 torch.save(scaler.state_dict(), folder / SCALER)
 
-    def _save_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
-        """Saves what gradient_delay=1 keeps for the next step; returns the settings it will be taken with."""
-        assert self._delivery is not None
+    def _collect_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
+        """Notes what gradient_delay=1 keeps for later steps; returns the settings it will be taken with."""
+        self.engine.drain()
+        self.engine.flush()
         gradients, settings = self.engine.late_gradients()
         if settings is not None:
             primary, parts = self.engine.primary, self.engine.parts
             own = [
                 region
                 for name, gradient in gradients.items()
-                if name in primary
-                for region in regions_of(name, gradient, parts.shard_of(name), parts.rank)
+                if parameter_of(name) in primary
+                for region in regions_of(name, gradient, parts.shard_of(parameter_of(name)), parts.rank)
             ]
-            self._delivery.to_files(own, None, LateGradientsFiles(folder))
+            self._background.to_files(own, None, LateGradientsFiles(folder))
         return settings
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        # Rank 0 writes all files: other hosts may not see its folder.
-        what = f"saving the random state in {output_dir}"
-        with self._together(what), tempfile.TemporaryDirectory() as private:
-            super()._save_rng_state(private)
-            files = {path.name: path.read_bytes() for path in Path(private).iterdir()}
-        shares = self.engine.world.gather(files, timeout=self.args.ddp_timeout)
-        with self._together(what):
-            if shares is not None:
-                for name, content in ((n, c) for share in shares for n, c in share.items()):
-                    (Path(output_dir) / name).write_bytes(content)
 
     # Loading
 
@@ -525,7 +602,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def _clean_output_dir(self) -> None:
         """Removes what interrupted saves, and an earlier end, left in output_dir."""
         with contextlib.suppress(Exception):  # of a training that failed
-            self._background.finish()
+            self._background.finish(self.args.ddp_timeout)
         self._save_under_way = None
         with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
@@ -541,7 +618,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     @functools.cached_property
     def _background(self) -> Background:
-        return Background(write_all, self.args.device)
+        return Background(self.args.device)
 
     def _plain_optimizer(self) -> Optimizer:
         """Returns the optimizer without accelerate's wrapper."""

@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import seed_worker
 
-from fold3d.checkpoint import OptimizerLayout
+from fold3d.checkpoint import OptimizerLayout, last_committed, manifest
 from fold3d.config import AUTO
 from fold3d.data_parallel.optimizer.hooks import has_hooks
 from fold3d.device import all_rng_untouched
 from fold3d.engine.engine import Engine
+from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError
 from fold3d.stage.loss_run import running_loss
 from fold3d.stage.users_state import as_it_was, attributes_of
@@ -42,7 +43,7 @@ from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
-from fold3d.trainer.preemption import Preempted, is_asked_to_end, seconds_since_asked, without_waiting
+from fold3d.trainer.preemption import EvaluationEndedError, Preempted, is_asked_to_end, time_left, without_waiting
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.same_arguments import compare_arguments
@@ -82,6 +83,7 @@ class Trainer(SearchingTrainer):
     _told_of_loss = False
     _gradients_are_read: bool | None = None  # until a training has begun
     _preempted: Preempted | None = None
+    _may_end_evaluation = False
 
     def __init__(
         self,
@@ -115,11 +117,13 @@ class Trainer(SearchingTrainer):
         with building_trainer():
             super().__init__(model, args, *others, **named)
         refuse_callbacks(self.callback_handler.callbacks)
+        if args.layout.is_open:
+            self._decide_mesh()
         refuse_savers(self)
         self._place_model()
         self._evaluate_with_whole_model()
         require_super(self, lambda: self._waiting.added)
-        flush_before(self, lambda: self.engine.flush(), self.engine.topology.dp)
+        flush_before(self, self._flush, is_needed=self.engine.topology.dp > 1 or args.async_save)
         if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
 
@@ -135,7 +139,7 @@ class Trainer(SearchingTrainer):
         self.layout = None
         self.engine = Engine(
             model,
-            args.parallel,
+            args.layout,
             example=self._example if self._given_example is None else self._given_example,
             weights=args.weights,
             autocast=self.accelerator.autocast,
@@ -154,10 +158,17 @@ class Trainer(SearchingTrainer):
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [without_waiting(callback) for callback in callbacks]
         FlushingHandler.adopt(
-            self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None
+            *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
+            flush=self._flush,
+            before_update=lambda: self._wait_for_copies(),
         )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
+
+    def _flush(self) -> None:
+        """The weights are about to be read, or changed, by somebody else."""
+        self.engine.flush()
+        self._wait_for_copies()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
@@ -173,9 +184,7 @@ class Trainer(SearchingTrainer):
         """Makes the accelerator count replicas instead of processes."""
         super().create_accelerator_and_postprocess()
         args = self.args
-        dp = args.parallel.resolve_dp(args.world_size)
-        topology = Topology(dp=dp, pp=args.pp, tp=args.tp, rank=args.process_index)
-        accelerator = ReplicaAccelerator.adopt(self.accelerator, topology)
+        accelerator = ReplicaAccelerator.adopt(self.accelerator, self._topology())
         if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
             raise ConfigError(
                 f"fp16=True has no effect on the {args.device.type}: accelerate trains in full precision there; use "
@@ -184,6 +193,39 @@ class Trainer(SearchingTrainer):
         self.gather_function = functools.partial(
             accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
+
+    def _topology(self) -> Topology:
+        """Returns where this process is in the mesh; as long as that is open, as if each were a replica."""
+        config, world = self.args.layout, self.args.world_size
+        pp, tp = (1, 1) if config.is_open else (config.pp, config.tp)
+        dp = world if config.is_open else config.resolve_dp(world)
+        return Topology(dp=dp, pp=pp, tp=tp, rank=self.args.process_index)
+
+    def _decide_mesh(self) -> None:
+        """parallel="auto": decides dp, tp, pp and the micro-batches, and writes them into the arguments; every rank
+        calls."""
+        args = self.args
+        refuse_model(self.model)
+        named = args.resume_from_checkpoint
+        last = Path(named) if isinstance(named, str) else last_committed(args.output_dir or ".")
+        example = self._example() if self._given_example is None else self._given_example
+        if example is None:
+            raise ConfigError(
+                'parallel="auto" runs the model\'s layers to decide: pass example=<a micro-batch> to Trainer'
+            )
+        asked = Asked(
+            model=self.model,
+            config=args.layout,
+            example=example,
+            samples=args.train_batch_size,
+            device=args.device,
+            optimizer=self._optimizer_like(),
+            autocast=self.accelerator.autocast,
+            compile_options=self._compile_options(),
+        )
+        args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.mesh(last))))
+        self._train_batch_size = args.train_batch_size
+        self.accelerator.topology = self._topology()
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""
@@ -328,7 +370,7 @@ class Trainer(SearchingTrainer):
     ) -> Any:
         with self.engine.supervise("training"), counting_parameters(self._count_trainable):
             self._clean_output_dir()
-            self._preempted = None
+            self._preempted = self._saved_step = None
             if resume_from_checkpoint is None and trial is None and self.args.resume == AUTO:
                 resume_from_checkpoint = self._last_checkpoint()
             self._gradients_are_read = None
@@ -378,6 +420,7 @@ class Trainer(SearchingTrainer):
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
+            self._wait_for_copies()
             self.optimizer.train()
         steps = self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
@@ -501,26 +544,50 @@ class Trainer(SearchingTrainer):
         else:
             super().log(logs, start_time)
 
+    def end_evaluation_if_asked(self) -> None:
+        """Raises EvaluationEndedError on all processes when one of them has been asked to end the training that the
+        evaluation belongs to; every process calls."""
+        if self._may_end_evaluation:
+            asked = torch.tensor(is_asked_to_end(self.callback_handler.callbacks))
+            with self.engine.supervise("asking whether the training shall end", meets=True):
+                self.engine.world.all_reduce(asked, torch.logical_or)
+            if asked:
+                raise EvaluationEndedError("the training has been asked to end")
+
     def _save_preempted(self) -> None:
-        """Saves a checkpoint of the step that has just ended, leaves a mark of it, and ends the training; every process
-        calls."""
-        started = time.perf_counter()
+        """Saves a checkpoint of the step that has just ended, unless there is one or it would not be complete in time,
+        leaves a mark of it, and ends the training; every process calls."""
+        started, grace = time.perf_counter(), self.args.preemption_grace
         self._share_loss_state()
-        self._save_now(None, is_async=False)
-        seconds = torch.tensor(max(time.perf_counter() - started, seconds_since_asked(self.callback_handler.callbacks)))
-        self.engine.world.all_reduce(seconds, torch.maximum, timeout=self.args.ddp_timeout)
+        self._commit()
+        seconds, left = time_left(self.callback_handler.callbacks, grace)
+        hurry = torch.tensor([self._seconds_of_save, -left])
+        self.engine.world.all_reduce(hurry, torch.maximum, timeout=self.args.ddp_timeout)
+        needed, left = float(hurry[0]), -float(hurry[1])
+        if self._saved_step is not None and self._saved_step < self.state.global_step and needed > left:
+            logger.warning(
+                "the last checkpoint took %.1f s, and %.1f s are left (preemption_grace): step %s is not saved, "
+                "checkpoint-%s counts",
+                *(needed, left, self.state.global_step, self._saved_step),
+            )
+        elif self._saved_step != self.state.global_step:
+            self._save_now(None, is_async=False)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        seconds, _ = time_left(self.callback_handler.callbacks, grace)
+        longest = torch.tensor(max(time.perf_counter() - started, seconds))
+        self.engine.world.all_reduce(longest, torch.maximum, timeout=self.args.ddp_timeout)
         tokens, steps = self._tokens_trained(), self.state.global_step - self._initial_global_step
+        saved = self.state.global_step if self._saved_step is None else self._saved_step
         self._preempted = Preempted(
-            step=self.state.global_step,
-            checkpoint=f"checkpoint-{self.state.global_step}",
-            seconds=round(float(seconds), 3),
-            tokens_done=round(tokens / steps * self.state.global_step) if tokens else None,
-            tokens_left=round(tokens / steps * (self.state.max_steps - self.state.global_step)) if tokens else None,
+            step=saved,
+            checkpoint=f"checkpoint-{saved}",
+            seconds=round(float(longest), 3),
+            tokens_done=round(tokens / steps * saved) if tokens else None,
+            tokens_left=round(tokens / steps * (self.state.max_steps - saved)) if tokens else None,
         )
         with self._together("marking the end of the training"):
             if self.args.should_save:
                 self._preempted.write(Path(self._get_output_dir(None)))
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control.should_save = self.control.should_evaluate = False
         self.control.should_training_stop = True
 
@@ -531,14 +598,24 @@ class Trainer(SearchingTrainer):
     def end(self) -> None:
         """Stops communication and destroys the process groups; the last thing a script may do."""
         self.engine.close()
+        if self._writers is not None:
+            self._writers[0].close()
         super().end()  # type: ignore[no-untyped-call]
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         flags = self.callback_handler.flags
         if self._save_under_way is not None and not flags.heard(_WRITING):
             self._commit()
-        if flags.heard(_PREEMPTED) and self._preempted is None:
-            self._save_preempted()
+        if flags.heard(_PREEMPTED) and self._preempted is None:  # saved below, with what is logged of the step
+            self.control.should_evaluate = self.control.should_save = False
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._share_loss_state()
-        super()._maybe_log_save_evaluate(*args, **named)
+        is_ended, self._may_end_evaluation = False, self._preempted is None
+        try:
+            super()._maybe_log_save_evaluate(*args, **named)
+        except EvaluationEndedError:
+            is_ended = True
+        finally:
+            self._may_end_evaluation = False
+        if (is_ended or flags.heard(_PREEMPTED)) and self._preempted is None:
+            self._save_preempted()

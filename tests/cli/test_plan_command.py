@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -279,3 +281,72 @@ def test_a_schedule_that_runs_back(capsys, gpt2_folder):  # noqa: F811
     code, out, _ = run(capsys, gpt2_folder, "-w", 4, "-p", 2, "-m", 4, "--tokens", 16, "--schedule", "zb_v")
     strategy = strategy_in(out)
     assert code == 0 and (strategy.schedule, strategy.segments) == ("zb_v", 2)
+
+
+def test_a_cluster_of_hosts(capsys, gpt2_folder, tmp_path):  # noqa: F811
+    """Options and a file say the same; what goes between hosts shares a card, what stays inside does not."""
+    common = (gpt2_folder, "-p", 2, "-m", 4, "--tokens", 16, "--tflops", 0.01)
+    hosts = ("--hosts", 2, "--gpus-per-host", 2, "--link", "0.01Gbit,50us", "--within", "100Gbit,5us")
+    code, out, err = run(capsys, *common, *hosts)
+    assert code == 0, err
+    assert "4 processes, 0.01 TFLOP/s each; 2 a host, between hosts 0.01 Gbit/s, 50 us, within 100 Gbit/s, 5 us" in out
+    for name, text in (
+        ("cluster.toml", 'hosts = 2\ngpus_per_host = 2\nlink = "0.01Gbit, 50us"\nwithin = "100Gbit,5us"\n'),
+        ("cluster.json", '{"hosts": 2, "gpus_per_host": 2, "link": "10Mbit,0.05ms", "within": "100Gbit,5us"}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert run(capsys, *common, "--cluster", tmp_path / name)[1] == out
+    alone = run(capsys, *common, "-w", 4, "--bandwidth", 0.01)[1]  # a card for each: two gradients do not share one
+    assert step_ms(alone) < step_ms(out)
+    (tmp_path / "wrong.toml").write_text("gpus = 2\n")
+    for arguments, message in (
+        ((), "say how many processes there are"),
+        (("-w", 8, *hosts), "-w 8 contradicts --hosts * --gpus-per-host = 4"),
+        ((*hosts, "--bandwidth", 3), "--bandwidth contradicts --link"),
+        (("-w", 4, "--link", "10Gbit,5us"), "say how many GPUs each has"),
+        (("-w", 4, "--gpus-per-host", 2, "--link", "fast"), "--link is 'fast'; it must be a bandwidth and a latency"),
+        (("-w", 4, "--device", "Abacus"), "--device is 'Abacus'; known are B200"),
+        (("-w", 4, "--memory", "80GB", "--memory-limit", "8GB"), "--memory-limit contradicts --memory"),
+        (("--cluster", tmp_path / "wrong.toml"), "'gpus' is none of hosts"),
+        (("--cluster", tmp_path / "none.toml"), "No such file"),
+    ):
+        code, _, err = run(capsys, *common, *arguments)
+        assert code == 1 and message in err
+
+
+def test_what_a_step_comes_to(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-m", 4, "--batch", 2, "--tokens", 16, "--price", 3.6)
+    code, text, _ = run(capsys, *common, "--device", "A100-80GB", "--dtype", "bfloat16")
+    assert code == 0 and "fits: " in text and "of 72 GB" in text and "MFU " in text and "of 312 TFLOP/s" in text
+    found = json.loads(run(capsys, *common, "--device", "A100-80GB", "--dtype", "bfloat16", "--json")[1])
+    assert parse(found["strategy"]) == strategy_in(text)
+    assert found["flags"].startswith(
+        "--dp 2 --tp 1 --pp 1 --gradient_accumulation_steps 4 --per_device_train_batch_size 2"
+    )
+    assert found["step_seconds"] == pytest.approx(step_ms(text) / 1e3, abs=1e-4) and found["memory_limit"] == 72 * 10**9
+    tokens = 2 * 4 * 2 * 16 / found["step_seconds"]
+    assert found["tokens_per_second"] == pytest.approx(tokens)
+    assert found["cost_of_1e9_tokens"] == pytest.approx(2 * 3.6 / 3600 * 1e9 / tokens)
+    assert f"{found['cost_of_1e9_tokens']:,.2f} for 10^9 tokens" in text
+    single = json.loads(run(capsys, *common, "--device", "A100-80GB", "--dtype", "float32", "--json")[1])
+    assert single["step_seconds"] > found["step_seconds"] and single["memory_bytes"] > found["memory_bytes"]
+
+
+def test_tokens_and_dtype_are_the_configurations(capsys, gpt2_folder, tmp_path):  # noqa: F811
+    config = json.loads((gpt2_folder / "config.json").read_text())
+    shown = run(capsys, gpt2_folder, "-w", 1)[1].splitlines()[0]
+    assert f"input_ids (1, {config['n_positions']})" in shown
+    whole = json.loads(run(capsys, gpt2_folder, "-w", 1, "--json")[1])["memory_bytes"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert json.loads(run(capsys, tmp_path, "-w", 1, "--json")[1])["memory_bytes"] < whole
+
+
+@pytest.mark.full
+def test_meshes_as_numbers(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 4, "--tokens", 16, "-t", "auto", "-p", "auto", "--global-micro-batches", 8)
+    found = json.loads(run(capsys, *common, "--json")[1])
+    assert {one["dp"] * one["tp"] * one["pp"] for one in found["meshes"]} == {4}
+    assert {one["micro_batches"] * one["dp"] for one in found["meshes"]} == {8}
+    assert found["meshes"][0]["step_seconds"] == found["step_seconds"]
+    refused = [one for one in found["meshes"] if one["tp"] == 4]
+    assert refused and all(one["step_seconds"] is None and one["reason"] for one in refused)

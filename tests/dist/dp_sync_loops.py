@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fold3d
+from fold3d.data_parallel.bucket import PendingGradient
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
-from fold3d.data_parallel.pending import PendingGradient
 from fold3d.errors import Fold3dError
 from fold3d.placement.bucket_layout import BucketSpec
 

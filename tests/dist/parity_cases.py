@@ -59,6 +59,8 @@ class Case:
     offload_disk: bool = False
     gradient_delay: int = 0
     flush: bool = True
+    weight_versions: str = "2bw"
+    delay_correction: str = "none"
 
     @property
     def ranks(self) -> int:
@@ -95,6 +97,8 @@ class Case:
         words += ["kernels"] if self.kernels != "torch" else []
         words += ["late"] if self.gradient_delay else []
         words += [] if self.flush else ["flowing"]
+        words += [self.weight_versions] if self.weight_versions != "2bw" else []
+        words += [self.delay_correction] if self.delay_correction != "none" else []
         words += ["rounded"] if self.dp_sync_dtype != "float32" else []
         words += [f"bucket{self.bucket_bytes}"] if self.bucket_bytes != BUCKET_BYTES else []
         words += [] if self.preempt else ["in-turn"]
@@ -108,7 +112,7 @@ class Case:
     def alone(self) -> Case:
         """The same training in one process and one piece: everything that may not change a number at its default."""
         kept = ("family", "tied", "dtype", "clip", "labels", "layers", "dropout", "frozen")
-        kept += ("gradient_delay",)
+        kept += ("gradient_delay", "delay_correction")
         return Case(m=self.total, **{name: getattr(self, name) for name in kept})
 
 

@@ -345,6 +345,7 @@ def layout_of(case: Case) -> dict[str, Any]:
     named |= {"offload": case.offload, "offload_disk": tempfile.gettempdir() if case.offload_disk else None}
     named |= {"offload_optimizer": case.offload_optimizer, "kernels": case.kernels}
     named |= {"gradient_delay": case.gradient_delay, "flush": case.flush}
+    named |= {"weight_versions": case.weight_versions, "delay_correction": case.delay_correction}
     named |= {"micro_batch_size": case.micro_batch_size, "comm_timeout": COMM_TIMEOUT_S}
     if case.micro_batch_size is not None and case.family in MEAN_LOSSES:
         named |= {"loss_reduction": "tokens"}

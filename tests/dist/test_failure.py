@@ -53,7 +53,6 @@ RAISES = [
 ]
 
 
-@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("name, rank, place, where", RAISES)
 def test_a_rank_that_raises(ranks: RankPool, name: str, rank: int, place: str, where: str) -> None:
     layout = LAYOUTS[name]
@@ -88,7 +87,6 @@ def test_a_rank_that_cannot_connect(ranks: RankPool) -> None:
         assert error.startswith("rank 1 (replica 0, stage 1) failed in building the engine: OSError: no route"), error
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("name, rank, place", [("1x4", 2, "outside"), ("2x2", 3, "hook"), ("2x2", 0, "optimizer")])
 def test_a_rank_that_does_not_come(ranks: RankPool, name: str, rank: int, place: str) -> None:
     """It sleeps; the others name it although those next to it are not the ones that hold them up."""

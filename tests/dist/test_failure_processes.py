@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.dist import failure_jobs
-from tests.dist.failure_jobs import TIMEOUT
 from tests.helpers.launch import ROOT, LaunchResult, RankExit, launch
 
 pytestmark = pytest.mark.dist
@@ -63,41 +62,6 @@ def run(layout: dict[str, Any], trap: dict[str, Any], *, script: bool, program: 
     assert len(lines) == 1, result.report()
     sprang = float(lines[0].split()[1]) - start
     return Ended(result, [one.seconds - sprang for one in result])
-
-
-@pytest.mark.gate
-def test_killed_in_the_middle_of_a_step() -> None:
-    layout = {"dp": 2, "pp": 2, "segments": 2}
-    ended = run(layout, {"rank": 3, "place": "backward", "what": "SIGKILL"}, script=False)
-    ended.check(3, DIAGNOSIS + EXIT, "stops: rank 3 (replica 1, stage 1) is dead or stopped, last seen ")
-    assert ended.result[3].returncode == -signal.SIGKILL
-
-
-def test_the_rank_that_keeps_the_store_is_killed() -> None:
-    ended = run({"pp": 2, "segments": 2}, {"rank": 0, "place": "hook", "what": "SIGKILL"}, script=True)
-    ended.check(0, DIAGNOSIS + EXIT, " stops: ", "rank 0 (replica 0, stage 0), which keeps it, has ended")
-
-
-@pytest.mark.gate
-def test_stopped_in_the_middle_of_a_step() -> None:
-    layout = {"dp": 2, "pp": 2, "transport": "c10d"}
-    ended = run(layout, {"rank": 2, "place": "forward", "what": "SIGSTOP"}, script=True)
-    ended.check(2, TIMEOUT + DIAGNOSIS + EXIT, "stops: rank 2 (replica 1, stage 0) ", "stopped")
-    assert ended.result[2].stopped
-
-
-def test_the_rank_that_keeps_the_store_is_stopped() -> None:
-    ended = run({"pp": 2}, {"rank": 0, "place": "backward", "what": "SIGSTOP"}, script=True)
-    ended.check(0, TIMEOUT + DIAGNOSIS + EXIT, " stops: ", "rank 0 (replica 0, stage 0), which keeps it, is stopped")
-    assert ended.result[0].stopped
-
-
-@pytest.mark.gate
-def test_an_uncaught_exception_between_two_steps() -> None:
-    """The engine is not called when it happens, and never closed: the others still learn what it was."""
-    ended = run({"pp": 4}, {"rank": 3, "place": "outside"}, script=True)
-    ended.check(3, EXIT, "stops: rank 3 (replica 0, stage 3) ended its process: ZeroDivisionError: broken in outside")
-    assert ended.result[3].returncode == 1 and "broken in outside" in ended.result[3].stderr
 
 
 def test_ends_well_without_close() -> None:

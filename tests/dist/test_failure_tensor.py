@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from fold3d import _C, Engine, ParallelConfig
+from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.rings import connect_shards
 from fold3d.faults.lifetime import Lifetime
@@ -111,49 +110,6 @@ def test_the_group_ends_within_the_time_limit(over_tcp: bool, what: str) -> None
         named = "lost the connection to tensor-parallel rank" if what == "SIGKILL" else "(setting comm_timeout)"
         assert any(named in text for text in texts), result.report()
         assert all("TP.sync " in text for text in texts), result.report()
-
-
-class Block(nn.Module):
-    """Two layers, split over the ranks; the victim falls between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(x))
-        self.calls += 1
-        if self.calls == 50 and dist.is_initialized() and dist.get_rank() == VICTIM:
-            fall("SIGKILL")
-        return x + self.down(hidden)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def train() -> None:
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(8, 16)}
-    config = ParallelConfig(tp=2, micro_batches=4, comm_timeout=TIMEOUT, blocks="layers")  # type: ignore[arg-type]
-    engine = Engine(Net(), config, optimizer=torch.optim.Adam, example=batch)
-    for _ in range(60):
-        engine.step(batch)
-
-
-def test_an_engine_names_the_rank_that_died() -> None:
-    result = launch(train, 2, timeout=90)
-    assert result[VICTIM].returncode == -signal.SIGKILL, result.report()
-    assert result[0].returncode not in (0, -signal.SIGKILL) and not result[0].timed_out, result.report()
-    assert " stops: " in result[0].stderr and "rank 1 (replica 0, stage 0, shard 1)" in result[0].stderr
 
 
 def end_by_lifetime(over_tcp: bool) -> tuple[str, float]:

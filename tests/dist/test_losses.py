@@ -32,7 +32,7 @@ def name_of(layout: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in layout.items())
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=[name_of(layout) for _, layout in LAYOUTS])
 def test_equals_one_process_or_is_refused(ranks: RankPool, processes: int, layout: dict[str, Any]) -> None:
     seeds = list(range(SEEDS))

@@ -258,7 +258,6 @@ def planned(case: Case, memory_limit: str | None) -> str:
     return text
 
 
-@pytest.mark.gate
 def test_the_planner_counts_with_shards(ranks: RankPool) -> None:
     case = Case(tp=2, pp=2, m=4, family="llama")
     found = ranks.run(planned, 4, case, None, timeout=150.0)

@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("layout", "family"),
     [("pipeline", "gpt2"), ("early", "llama"), ("zero1", "gpt2"), ("blocks", "llama"), ("pipeline", "llama")],

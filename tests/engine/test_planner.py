@@ -10,7 +10,7 @@ import torch
 
 from fold3d import ParallelConfig
 from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.planner import _steps_parts
+from fold3d.engine.planning.planner import steps_parts
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.search import decide
 from tests.plan.jobs import evaluate, make_job
@@ -51,7 +51,7 @@ def _unmakeable(_: Any) -> torch.optim.Optimizer:
     ],
 )
 def test_zero1_is_planned_for_optimizers_that_can_do_it(make: Callable[..., Any] | None, expected: bool) -> None:
-    assert _steps_parts(make) is expected
+    assert steps_parts(make) is expected
 
 
 def test_host_memory_is_limited_by_the_user_only() -> None:

@@ -28,15 +28,15 @@ def test_a_warning_before_the_limit_and_only_once(counting):
         asked.append(1)
         return ['recompute="full": 1 MB, a step takes +30 %']
 
-    watch = MemoryWatch(CPU, 10_000_000, None)
-    assert watch.warning(changes) is None and not asked
+    watch = MemoryWatch(CPU, 10_000_000, None, changes=changes)
+    assert watch.warning() is None and not asked
     older = torch.zeros(1)
     watch.begin([older])
     base = watch.peak
     kept = torch.zeros((9_500_000 - base) // 4)
-    text = watch.warning(changes)
+    text = watch.warning()
     assert text is not None and "of 10 MB" in text and 'recompute="full"' in text
-    assert watch.warning(changes) is None and len(asked) == 1
+    assert watch.warning() is None and len(asked) == 1
     del kept
     assert watch.peak >= 9_400_000
 
@@ -49,13 +49,13 @@ def test_tensors_from_before_the_count_are_in_the_peak(counting):
 
 
 def test_running_out_of_memory_is_explained():
-    watch = MemoryWatch(CPU, None, 5_000_000)
-    with pytest.raises(MemoryError) as caught, watch.explains(lambda: ['dp_sync="zero1": 3 MB']):
+    watch = MemoryWatch(CPU, None, 5_000_000, changes=lambda: ['dp_sync="zero1": 3 MB'])
+    with pytest.raises(MemoryError) as caught, watch.explains():
         torch.empty(HUGE, dtype=torch.uint8)
     message = str(caught.value)
     assert "planned were 5 MB" in message and "this rank had used" in message and 'dp_sync="zero1"' in message
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(ValueError, match=r"^other$"), watch.explains(list):
+    with pytest.raises(ValueError, match=r"^other$"), watch.explains():
         raise ValueError("other")
     assert not is_out_of_memory(RuntimeError("other")) and is_out_of_memory(MemoryError())
 

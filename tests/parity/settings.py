@@ -86,6 +86,8 @@ ELSEWHERE = {
     "chunked_loss": "needs a language model's own loss; tests/tensor_parallel/test_chunked_loss.py",
     "offload_pool": "a size; tests/dist/test_offload.py",
     "flush": "for one schedule, and losses come a step later; tests/engine and tests/dist/test_without_flush.py",
+    "weight_versions": "another recursion, with an update per micro-batch; tests/dist/test_weight_versions.py",
+    "delay_correction": "another recursion; tests/engine and tests/dist/test_delay_correction.py",
     "seed": "says which masks and weights are drawn, and so changes numbers; tests/dist/test_parity_dropout.py",
     "comm_timeout": "seconds; tests/dist/test_failure*.py",
     "patience": "seconds; tests/dist/test_failure*.py",

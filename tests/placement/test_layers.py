@@ -9,6 +9,7 @@ from torch import nn
 from fold3d.placement.layers import PROLOGUE, chunk_layers
 from fold3d.placement.parameter_placement import ParameterPlacement
 from fold3d.placement.partition import split_ranges
+from fold3d.topology import LOOP, V, chunks_of
 from fold3d.trace import trace
 from tests.trace.chains import needed_parameters
 
@@ -32,26 +33,27 @@ class Tied(nn.Module):
         return self.head(self.norm(y)).sum()
 
 
-@pytest.mark.parametrize("pp, segments", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_layers_hold_what_their_stage_owns(pp, segments):
+@pytest.mark.parametrize("pp, segments, style", [(1, 1, LOOP), (1, 2, LOOP), (2, 1, LOOP), (2, 2, LOOP), (2, 2, V)])
+def test_layers_hold_what_their_stage_owns(pp, segments, style):
     model = Tied()
     recorded = trace(model, example={"x": torch.zeros(2, 3, dtype=torch.long)})
     ranges = split_ranges(recorded, pp * segments)
-    chunks = chunk_layers(recorded, ranges, pp)
+    chunks = chunk_layers(recorded, ranges, pp, style)
     canonical = recorded.canonical()
     assert [layer.block for layers in chunks for layer in layers] == [PROLOGUE, *range(4), 4]
     for stage in range(pp):
-        names = [name for chunk in chunks[stage::pp] for layer in chunk for name in layer.parameters]
+        mine = chunks_of(stage, len(ranges), pp, style)
+        names = [name for chunk in mine for layer in chunks[chunk] for name in layer.parameters]
         owned = {
             canonical.get(name, name)
-            for chunk in range(stage, len(ranges), pp)
+            for chunk in mine
             for name in needed_parameters(model, recorded, ranges, chunk)
         }
         assert len(names) == len(set(names)) and set(names) == owned
     assert "embed.weight" in chunks[0][0].parameters and "scale" in chunks[0][0].parameters
     assert chunks[0][1].parameters == ("blocks.0.weight", "blocks.0.bias")
     epilogue = chunks[-1][-1].parameters
-    assert "norm.weight" in epilogue and ("embed.weight" in epilogue) == (pp > 1)
+    assert "norm.weight" in epilogue and ("embed.weight" in epilogue) == (pp > 1 and style == LOOP)
 
 
 class Heads(nn.Module):

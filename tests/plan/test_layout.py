@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.placement.layers import chunk_layers
-from fold3d.plan.layout import cut, layout_of, numbers_of
-from fold3d.topology import LOOP, V
+from fold3d.plan.layout import cut, layout_of
 from tests.plan.jobs import make_job
 
 JOB = make_job()
@@ -31,28 +28,6 @@ def test_stages_of_a_segment_are_equal():
         pairs = sizes(cut(JOB, segments))
         assert all(first == second for first, second in pairs)
         assert max(pairs)[0] - min(pairs)[0] == 1 and sum(first for first, _ in pairs) == 16
-
-
-def test_layers_complete_the_gradients_that_the_runtime_says():
-    """csrc/core/plan and fold3d/placement/layers.py have one rule; also for what is tied, unread or read by all."""
-    trace = SMALL.trace
-    names = list(SMALL.profile.gradient_bytes)
-    uses = [(*names, *mine) if block in (3, 9) else mine for block, mine in enumerate(trace.uses)]
-    for changes in (
-        {},
-        {"uses": tuple(map(tuple, uses))},
-        {"shared": (names[5],)},
-        {"unread": (names[2], names[12])},
-        {"tied": ((names[1], names[14]),)},
-    ):
-        for style, segments in product((LOOP, V), (1, 2, 3, 4)):
-            job = dataclasses.replace(SMALL, trace=dataclasses.replace(trace, **changes), style=style)
-            ranges = cut(job, segments)
-            expected = [
-                [(layer.block + 1, [names.index(name) for name in layer.parameters]) for layer in layers]
-                for layers in chunk_layers(job.trace, ranges, job.pp, style)
-            ]
-            assert numbers_of(job).chunk_layers(list(ranges)) == expected
 
 
 def test_the_first_segment_may_differ():

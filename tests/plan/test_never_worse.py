@@ -25,6 +25,8 @@ from tests.plan.jobs import make_job
 
 EQUAL = 1.003
 """What the search takes for equal."""
+SPLIT = "zb_h1"
+"""The schedule with split backwards that needs no style of its own."""
 
 
 def random_job(numbers: random.Random) -> Job:
@@ -126,7 +128,8 @@ def every_plan(job: Job) -> list[Plan]:
         return plans
     spared = []
     for plan in plans:
-        texts = {"none", "blocks", "full", "blocks:2"}
+        # Blocks that are computed again run their backwards whole: what the simulator says of halves is not so.
+        texts = {"none", "full"} if plan.schedule == SPLIT else {"none", "blocks", "full", "blocks:2"}
         chunks = len(plan.ranges)
         if 1 < chunks <= 4:
             texts |= {"/".join(words) for words in product(("none", "full"), repeat=chunks)}

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fold3d.plan.memory.layer_bytes import recomputed
-from fold3d.profile.assumed import assumed_profile
 from fold3d.profile.layer_bytes import layer_bytes
+from fold3d.profile.layers import assumed_profile
 from fold3d.profile.shard import layers_of_a_shard
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan

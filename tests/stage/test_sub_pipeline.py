@@ -288,6 +288,7 @@ LOSSES: dict[str, Callable[[nn.Module, Inputs], Tensor]] = {
 }
 
 
+@pytest.mark.gate(cases=6)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_loss(loss: str, chunks: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d.errors import TraceError
-from fold3d.profile.assumed import assumed_profile
+from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace
 from fold3d.trace.without_values import converting
 from tests.trace.chains import assert_equal, chained, ranks_of, whole

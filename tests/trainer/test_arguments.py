@@ -64,6 +64,7 @@ def test_new_arguments_have_help() -> None:
         "weights",
         "async_save",
         "resume",
+        "preemption_grace",
         "exit_when_preempted",
     ]
     text = HfArgumentParser(TrainingArguments).format_help()  # type: ignore[arg-type]
@@ -73,7 +74,7 @@ def test_new_arguments_have_help() -> None:
 
 
 def test_late_gradients_are_not_scaled() -> None:
-    assert arguments(gradient_delay=1).parallel.gradient_delay == 1
+    assert arguments(gradient_delay=1).layout.gradient_delay == 1
     with pytest.raises(ConfigError, match="gradient_delay=1 is not available with fp16"):
         arguments(gradient_delay=1, fp16=True)
 
@@ -89,7 +90,7 @@ def test_json_round_trip() -> None:
         "dp": None,
     }
     again = TrainingArguments(**values)
-    assert again.to_dict() == args.to_dict() and again.parallel == args.parallel
+    assert again.to_dict() == args.to_dict() and again.layout == args.layout
     (parsed,) = HfArgumentParser(TrainingArguments).parse_dict(values)  # type: ignore[arg-type]
     assert parsed.to_dict() == args.to_dict()
 
@@ -98,11 +99,11 @@ def test_command_line() -> None:
     words = "--output_dir unused --use_cpu --segments 2 --schedule fold --group_size 2 --comm_timeout 1.5"
     parser = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
     (args,) = parser.parse_args_into_dataclasses([*words.split(), "--gradient_accumulation_steps", "4"])
-    layout = args.parallel
+    layout = args.layout
     assert (layout.segments, layout.group_size, layout.comm_timeout, layout.blocks) == (2, 2, 1.5, "auto")
     assert layout.micro_batches == 4 and layout.seed == args.seed
     (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu"])
-    layout = args.parallel
+    layout = args.layout
     assert (layout.segments, layout.schedule, layout.group_size, layout.dp_sync) == ("auto",) * 4
 
 
@@ -114,8 +115,8 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--output_dir unused --use_cpu --pp 2 --segments auto --group_size auto --dp_sync zero1 --bucket_bytes 4096"
     words += " --memory_limit 1MB"
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words.split())  # type: ignore[arg-type]
-    assert (args.parallel.dp_sync, args.parallel.bucket_bytes, args.parallel.segments) == ("zero1", 4096, "auto")
-    assert args.parallel.memory_limit == 1_000_000
+    assert (args.layout.dp_sync, args.layout.bucket_bytes, args.layout.segments) == ("zero1", 4096, "auto")
+    assert args.layout.memory_limit == 1_000_000
     for named, message in (
         ({"dp_sync": "zero3"}, "dp_sync='zero3': must be one of auto, zero1"),
         ({"bucket_bytes": -5}, "bucket_bytes=-5: must be a number of bytes"),
@@ -140,7 +141,7 @@ def test_types_are_what_was_meant() -> None:
     assert (args.segments, args.group_size, args.recompute) == (2, 2, "full")
     for word, meant in (("True", "full"), ("False", "none"), ("blocks:2", "blocks:2"), ("attn.*,mlp", "attn.*,mlp")):
         (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu", "--recompute", word])
-        assert args.recompute == args.parallel.recompute == meant
+        assert args.recompute == args.layout.recompute == meant
     assert arguments().recompute == "auto"
 
 
@@ -236,7 +237,7 @@ def test_mixed_precision_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replicas() -> tuple[int, int]:
     args = arguments(pp=2)
-    return args.parallel.resolve_dp(args.world_size), args.world_size
+    return args.layout.resolve_dp(args.world_size), args.world_size
 
 
 def test_default_dp(ranks: RankPool) -> None:
@@ -248,6 +249,10 @@ def test_what_has_no_effect_in_saving_is_refused() -> None:
         arguments(resume="last")
     with pytest.raises(ConfigError, match="async_save=True has no effect with save_strategy='no'"):
         arguments(async_save=True, save_strategy="no")
+    with pytest.raises(ConfigError, match="preemption_grace has no effect without enable_jit_checkpoint"):
+        arguments(preemption_grace=20.0)
+    with pytest.raises(ConfigError, match="preemption_grace=0: must be a number of seconds greater than 0"):
+        arguments(preemption_grace=0, enable_jit_checkpoint=True)
     with pytest.raises(ConfigError, match="exit_when_preempted=True has no effect without enable_jit_checkpoint"):
         arguments(exit_when_preempted=True)
 

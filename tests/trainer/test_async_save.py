@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
 from fold3d.checkpoint import write_all
-from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Outcome, Variant, run_fold3d
 from tests.trainer.test_checkpoints import BEST, FOLDED, SAVING, STEP, assert_continues, continued
@@ -99,7 +95,7 @@ def test_training_goes_on_and_callbacks_see_complete_folders(tmp_path: Path) -> 
     watched = Watched()
     arguments = ASYNC | {"max_steps": 7, "gradient_accumulation_steps": 1}
     job = Job(str(tmp_path), samples=40, variant=watched, arguments=arguments)
-    with mock.patch("fold3d.trainer.saving.write_all", watched.write):
+    with mock.patch("fold3d.checkpoint.delivery.write_all", watched.write):
         run_fold3d(job, {})
     assert [watched.seen[step] for step in (2, 3, 4, 5)] == [[], [], [], []]
     assert watched.told == [(3, True, True), (6, True, True), (7, True, True)]
@@ -113,35 +109,6 @@ def test_limit_and_best_model(ranks: RankPool, tmp_path: Path) -> None:
     states = [json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text()) for name in "ab"]
     best = [Path(state["best_model_checkpoint"]).name for state in states]
     assert best == ["checkpoint-1", "checkpoint-1"]
-
-
-def train_and_be_killed(folder: str) -> None:
-    """Rank 1 is killed when it has written half of its part of the second checkpoint."""
-
-    def write(place: Path, writes: Any) -> None:
-        if place.name.endswith("checkpoint-6") and dist.get_rank() == 1:
-            write_all(place, writes[: len(writes) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write_all(place, writes)
-
-    with mock.patch("fold3d.trainer.saving.write_all", write):
-        run_fold3d(Job(folder, samples=40, arguments=ASYNC | {"max_steps": 9}), {"dp": 2, "dp_sync": "zero1"})
-
-
-@pytest.mark.gate
-def test_a_rank_killed_in_the_middle_leaves_the_last_checkpoint_whole(ranks: RankPool, tmp_path: Path) -> None:
-    """The same command goes on from it by itself, and ends with the bits of a run that nobody disturbed."""
-    layout = {"dp": 2, "dp_sync": "zero1"}
-    job = Job(str(tmp_path / "whole"), samples=40, arguments=ASYNC | {"max_steps": 9})
-    whole = ranks.run(run_fold3d, 2, job, layout)[0]
-    results = launch(train_and_be_killed, 2, str(tmp_path / "killed"), timeout=180)
-    assert [result.returncode != 0 for result in results] == [True, True], results.report()
-    left = sorted(path.name for path in (tmp_path / "killed").iterdir())
-    # Whether the other rank removes what is unfinished depends on when it hears of the death.
-    assert left in (["checkpoint-3"], ["checkpoint-3", "tmp-checkpoint-6"])
-    again = replace(job, folder=str(tmp_path / "killed"), arguments=job.arguments | {"resume": "auto"})
-    assert_continues(ranks.run(run_fold3d, 2, again, layout)[0], whole, 0.0)
-    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [f"checkpoint-{k}" for k in (3, 6, 9)]
 
 
 # resume="auto"

@@ -71,7 +71,6 @@ def test_replicas_hold_the_same_bits_in_every_checkpoint(unread: dict[str, Ranks
     assert unread[way][0].extra["final"] != unread[way][1].extra["final"]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("way", ["early", "zero1"])
 def test_a_callback_that_reads_weights_sees_them_whole(read: dict[str, Ranks], way: str) -> None:
     for rank, theirs in enumerate(read["serial"]):

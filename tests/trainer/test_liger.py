@@ -69,7 +69,7 @@ def test_a_recording_runs_no_kernel(ops: Any) -> None:
 
 
 def test_what_stands_in_is_of_the_same_shape(ops: Any) -> None:
-    from fold3d.trace.liger import without_kernels
+    from fold3d.trace.without_values import without_kernels
 
     x, weight = torch.randn(2, 3, 8, dtype=torch.bfloat16), torch.ones(8)
     with without_kernels():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fold3d
-from fold3d.engine.planning.planner import _steps_parts
+from fold3d.engine.planning.planner import steps_parts
 
 
 class OwnOptimizer(fold3d.Trainer):
@@ -29,7 +29,7 @@ def planned(
 
 @pytest.mark.parametrize(("optim", "parts"), [("adamw_torch", True), ("sgd", True), ("adafactor", False)])
 def test_by_the_arguments(optim: str, parts: bool) -> None:
-    assert _steps_parts(planned(optim)) is parts
+    assert steps_parts(planned(optim)) is parts
 
 
 def test_given_to_the_trainer() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from tests.helpers.launch import launch
+from fold3d.trainer.preemption import _grace
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job, Variant, assert_same, run_fold3d, run_stock
 
@@ -89,7 +89,7 @@ def test_all_ranks_save_after_the_same_step(ranks: RankPool, tmp_path: Path, lay
     assert_same(replace(ours, logs=[], metrics={}), replace(stock, logs=[], metrics={}), 1e-10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     """The step that it comes in is the last one."""
     before = signal.getsignal(number)
@@ -109,14 +109,64 @@ def test_the_mark_goes_when_training_goes_on(tmp_path: Path) -> None:
     assert resumed.column("step")[-1] == 4 and not (tmp_path / "preempted.json").exists()
 
 
-def train_to_exit(folder: str) -> None:
-    arguments = ARGUMENTS | {"exit_when_preempted": True}
-    run_fold3d(Job(folder, samples=40, variant=Preempted(), arguments=arguments), {"pp": 2})
-    raise AssertionError("the script went on")
+class Asked(Variant):
+    """The process is asked to end while it evaluates after the second step, or has saved it."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        variant = self
+
+        class Asks(transformers.TrainerCallback):
+            asked = False
+
+            def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                self.ask("evaluation", state)
+
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                self.ask("saving", state)
+
+            def ask(self, event: str, state: Any) -> None:
+                if event == variant.event and state.global_step == STEP and not self.asked:
+                    self.asked = True  # not in the evaluation after the training
+                    os.kill(os.getpid(), signal.SIGUSR2)
+
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                self.add_callback(Asks())
+
+        return Trainer
+
+    def after(self, trainer: Any) -> tuple[int, list[str]]:
+        return trainer.state.global_step, sorted(key for entry in trainer.state.log_history for key in entry)
 
 
-@pytest.mark.gate
-def test_the_script_ends_there(tmp_path: Path) -> None:
-    result = launch(train_to_exit, 2, str(tmp_path), timeout=120)
-    assert [one.returncode for one in result] == [0, 0], result.report()
-    assert (tmp_path / f"checkpoint-{STEP}" / "fold3d.json").is_file() and (tmp_path / "preempted.json").is_file()
+@pytest.mark.parametrize("event", ["evaluation", "saving"])
+def test_no_step_is_made_after_it(tmp_path: Path, event: str) -> None:
+    """An evaluation ends at once, and has no result; a checkpoint of the step is not written twice."""
+    arguments = ARGUMENTS | {"save_steps": STEP, "eval_strategy": "steps", "eval_steps": STEP}
+    job = Job(str(tmp_path), samples=40, variant=Asked(event), arguments=arguments)
+    steps, logged = run_fold3d(job, {}).extra
+    assert steps == STEP and ("eval_loss" in logged) == (event == "saving")
+    assert json.loads((tmp_path / "preempted.json").read_text())["checkpoint"] == f"checkpoint-{STEP}"
+    assert (tmp_path / f"checkpoint-{STEP}" / "fold3d.json").is_file()
+
+
+def test_a_checkpoint_that_would_come_too_late_is_not_begun(tmp_path: Path) -> None:
+    """The one before counts, however many steps have been made since."""
+    told = Preempted(by_signal=signal.SIGTERM)
+    arguments = ARGUMENTS | {"save_steps": STEP - 1, "preemption_grace": 1e-6}
+    assert run_fold3d(Job(str(tmp_path), samples=40, variant=told, arguments=arguments), {}).extra == STEP
+    mark = json.loads((tmp_path / "preempted.json").read_text())
+    assert (mark["step"], mark["checkpoint"]) == (STEP - 1, f"checkpoint-{STEP - 1}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{STEP - 1}", "preempted.json"]
+
+
+def test_what_launchers_say_of_the_time_that_is_left() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "job"}
+    assert _grace(signal.SIGTERM, torchrun, 0.0) == 30.0
+    assert _grace(signal.SIGTERM, torchrun | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"}, 0.0) == 110.0
+    assert _grace(signal.SIGUSR1, torchrun, 0.0) == float("inf")
+    assert _grace(signal.SIGUSR1, torchrun | {"SLURM_JOB_END_TIME": "1700000120"}, 1.7e9) == 120.0

@@ -71,7 +71,7 @@ def test_the_time_limit_is_that_of_the_user(ranks: RankPool, tmp_path: Path) -> 
     ):
         assert is_as_before and exchanges == 900 and silence == 300
     args = fold3d.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, comm_timeout=20)
-    assert args.parallel.timeout_seconds == args.parallel.silence_seconds == 20
+    assert args.layout.timeout_seconds == args.layout.silence_seconds == 20
 
 
 def test_a_busy_process_keeps_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:

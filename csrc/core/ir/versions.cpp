@@ -1,6 +1,8 @@
 #include "core/ir/versions.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "core/ir/action_kinds.h"
 #include "core/ir/action_table.h"
@@ -55,6 +57,24 @@ std::vector<Action> version_waits(const Shape& shape, const Action& action, int 
     waits.push_back(present.last_backward(chunk, (step - kBehind + 1) * micro_batches - 1));
   }
   return waits;
+}
+
+VersionRule parse_version_rule(std::string_view text) {
+  if (text == "2bw") return VersionRule::kTwo;
+  if (text == "stashing") return VersionRule::kStashing;
+  if (text == "vertical_sync") return VersionRule::kVerticalSync;
+  throw std::invalid_argument("weight_versions is '" + std::string(text) +
+                              "'; it must be 2bw, stashing or vertical_sync");
+}
+
+int version_of(VersionRule rule, const Shape& shape, int stage, int micro_batch) {
+  if (rule == VersionRule::kTwo) return std::max(micro_batch / shape.micro_batches - 1, 0);
+  return std::max(micro_batch + 1 - live_versions(rule, shape, stage), 0);
+}
+
+int live_versions(VersionRule rule, const Shape& shape, int stage) {
+  if (rule == VersionRule::kTwo) return 2;
+  return rule == VersionRule::kStashing ? shape.pp - stage : shape.pp;
 }
 
 }  // namespace fold3d::core

@@ -38,6 +38,12 @@ std::vector<int> cut(const std::vector<Action>& actions, int micro_batches) {
   return step;
 }
 
+/// Whether a message, or the backward where nothing is sent, is the last of a micro-batch on its chunk.
+bool ends_backward(const Shape& shape, const Action& action) {
+  const bool sends = action.chunk > 0 && shape.pp > 1;
+  return action.kind == (sends ? Kind::kSendBackward : Kind::kBackward);
+}
+
 /// The step's list of each stage, with the numbers of one step, and REDUCE_GRAD.
 Schedule list_of(const Schedule& steps, int micro_batches, int number) {
   Schedule list{{steps.shape.pp, steps.shape.segments, micro_batches}, {}};
@@ -48,9 +54,9 @@ Schedule list_of(const Schedule& steps, int micro_batches, int number) {
       if (step[k] != number) continue;
       const auto [chunk, kind, i] = actions[k];
       own.push_back({chunk, kind, i % micro_batches});
-      const bool sends = chunk > 0 && steps.shape.pp > 1;
-      const bool is_last = kind == (sends ? Kind::kSendBackward : Kind::kBackward);
-      if (is_last && i % micro_batches == micro_batches - 1) own.push_back({chunk, Kind::kReduce, -1});
+      if (ends_backward(steps.shape, actions[k]) && i % micro_batches == micro_batches - 1) {
+        own.push_back({chunk, Kind::kReduce, -1});
+      }
     }
   }
   return list;
@@ -90,6 +96,22 @@ Schedule joined(const Repeating& lists) {
   return steps;
 }
 
+/// Whether a stage that updates after each backward has the weights that each forward takes.
+void check_versions(const Schedule& steps, VersionRule rule) {
+  for (int stage = 0; stage < steps.shape.pp; ++stage) {
+    int updates = 0;
+    for (const Action& action : steps.ranks[static_cast<std::size_t>(stage)]) {
+      if (action.kind == Kind::kBackward) ++updates;
+      if (action.kind != Kind::kForward) continue;
+      const int taken = version_of(rule, steps.shape, stage, action.micro_batch);
+      if (taken > updates || taken <= updates - live_versions(rule, steps.shape, stage)) {
+        throw std::logic_error(to_string(action) + " takes version " + std::to_string(taken) + " of " +
+                               std::to_string(updates));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Repeating without_flush(const std::string& name, const Shape& shape) {
@@ -110,6 +132,40 @@ Repeating without_flush(const std::string& name, const Shape& shape) {
   lists.first = part_of(lists.every, false);
   lists.drain = part_of(lists.every, true);
   validate_steps(joined(lists), shape.micro_batches);
+  return lists;
+}
+
+std::vector<Schedule> by_micro_batch(int pp, int steps) {
+  if (pp < 1 || steps < 1) {
+    throw std::invalid_argument("pp=" + std::to_string(pp) + " steps=" + std::to_string(steps) + ": must be positive");
+  }
+  const Schedule all = lower(generate("1f1b", {{pp, 1, steps}, 0, ""}), {});
+  const std::vector<std::vector<Action>> nothing(static_cast<std::size_t>(pp));
+  std::vector<Schedule> lists(static_cast<std::size_t>(steps + pp - 1), Schedule{{pp, 1, pp}, nothing});
+  for (int stage = 0; stage < pp; ++stage) {
+    for (const Action& action : all.ranks[static_cast<std::size_t>(stage)]) {
+      const int step = action.micro_batch + (is_of_forward(action.kind) ? 0 : pp - 1 - stage);
+      auto& own = lists[static_cast<std::size_t>(step)].ranks[static_cast<std::size_t>(stage)];
+      // What the next stage has sent in its list before may come first: else both would wait, each to be received from.
+      const auto place = action.kind == Kind::kRecvBackward ? own.begin() : own.end();
+      own.insert(place, {action.chunk, action.kind, action.micro_batch % pp});
+      if (ends_backward(all.shape, action)) own.push_back({action.chunk, Kind::kReduce, -1});
+    }
+  }
+  // As it runs: with the numbers of all steps again.
+  Schedule joined{all.shape, nothing};
+  for (int stage = 0; stage < pp; ++stage) {
+    const auto s = static_cast<std::size_t>(stage);
+    for (int step = 0; step < steps + pp - 1; ++step) {
+      for (const Action& action : lists[static_cast<std::size_t>(step)].ranks[s]) {
+        if (action.kind == Kind::kReduce) continue;
+        const int number = step - (is_of_forward(action.kind) ? 0 : pp - 1 - stage);
+        joined.ranks[s].push_back({action.chunk, action.kind, number});
+      }
+    }
+  }
+  validate(joined);
+  for (const VersionRule rule : {VersionRule::kStashing, VersionRule::kVerticalSync}) check_versions(joined, rule);
   return lists;
 }
 

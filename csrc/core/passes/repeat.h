@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "core/ir/schedule.h"
 
@@ -22,5 +23,14 @@ struct Repeating {
 /// Throws std::invalid_argument for other schedules than "1f1b", and for fewer micro-batches than stages: backwards
 /// would be left to more than the next step.
 Repeating without_flush(const std::string& name, const Shape& shape);
+
+/// Returns what the ranks run of `steps` steps of one micro-batch each, an update after each (PipeDream): the lists of
+/// 1F1B of all of them, cut on each stage behind the backward of the micro-batch that is as many behind as there are
+/// stages after this one, with REDUCE_GRAD behind it; and pp - 1 lists more, of what is left. Micro-batches are
+/// numbered modulo pp. Proven by validate(): complete, free of deadlock; and each forward finds the weights of
+/// "stashing" and of "vertical_sync" (core/ir/versions.h) among the versions that its stage has.
+///
+/// Throws std::invalid_argument for numbers below 1.
+std::vector<Schedule> by_micro_batch(int pp, int steps);
 
 }  // namespace fold3d::core

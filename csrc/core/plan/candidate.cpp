@@ -8,12 +8,14 @@
 
 #include "core/generators/registry.h"
 #include "core/passes/lower.h"
+#include "core/passes/repeat.h"
 
 namespace fold3d::core {
 namespace {
 
 constexpr std::array<std::string_view, 3> kWayNames = {"early", "zero1", "serial"};
 constexpr double kNs = 1e9;
+constexpr double kRounding = 1e-6;     // of times that bounds are made of
 constexpr double kMostForwards = 1e7;  // of all ranks; a step of hours, and gigabytes of actions
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
@@ -172,7 +174,7 @@ MemoryModel memory_model(const PlanJob& job, const Layout& layout, const Modes& 
     state_of[stage] += optimizer;
     const Activations& needs = layout.activations[at(chunk)];
     model.chunks.push_back({
-        .weights = layout.parameter_bytes[at(chunk)],
+        .weights = layout.parameter_bytes[at(chunk)] * job.weight_versions,
         // In buckets, fp32 at least, twice if they are late; else with one replica autograd makes them, like the
         // parameters.
         .gradients = in_buckets ? std::max(flat, trained) * (1 + job.gradient_delay) : trained,
@@ -198,7 +200,9 @@ MemoryModel memory_model(const PlanJob& job, const Layout& layout, const Modes& 
 }
 
 Programs::Programs(const PlanJob& job, Order order, int segments)
-    : order_(std::move(order)), made_(generated(job, order_, segments)) {}
+    : order_(std::move(order)), made_(generated(job, order_, segments)) {
+  if (!job.flush) flows_ = without_flush(order_.name, made_.shape).every;
+}
 
 const Programs::Program& Programs::of(const Spared& spared) {
   const int chunks = made_.shape.num_chunks();
@@ -212,8 +216,17 @@ const Programs::Program& Programs::of(const Spared& spared) {
     schedule =
         lower(made_, {.recompute = again, .offload = moves, .offload_share = percent / 100.0, .lazy = !moves.empty()});
   }
+  std::unique_ptr<const Program> kept;
+  if (flows_) {
+    if (lowered) {
+      throw std::invalid_argument("without a flush whole chunks do not run again, and nothing leaves the device");
+    }
+    SimulatedProgram simulated(made_);
+    kept = std::make_unique<const Program>(Program{made_, std::move(simulated), nullptr});
+    schedule = *flows_;
+  }
   SimulatedProgram simulated(schedule);
-  entry = std::make_unique<Program>(Program{std::move(schedule), std::move(simulated)});
+  entry = std::make_unique<Program>(Program{std::move(schedule), std::move(simulated), std::move(kept)});
   return *entry;
 }
 
@@ -230,9 +243,13 @@ Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Mode
   Run made;
   made.step = simulate_step(program.schedule, program.simulated, model, {8, options.breakdown, options.memory});
   if (options.memory) {
-    const Shape& shape = program.schedule.shape;
-    made.memory = memory_curves(program.schedule, memory_model(job, layout, modes), compute_times(made.step, shape),
-                                copy_times(made.step, shape));
+    const Program& kept = program.kept ? *program.kept : program;
+    const Shape& shape = kept.schedule.shape;
+    TrainingStep with_flush;
+    if (program.kept) with_flush = simulate_step(kept.schedule, kept.simulated, model, {8, false, true});
+    const TrainingStep& step = program.kept ? with_flush : made.step;
+    made.memory = memory_curves(kept.schedule, memory_model(job, layout, modes), compute_times(step, shape),
+                                copy_times(step, shape));
   }
   return made;
 }
@@ -262,9 +279,34 @@ std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves) {
   return peaks;
 }
 
+namespace {
+
+/// What a stage's card has to send in a step: messages to other stages, and DP.sync. What stays inside of a host costs
+/// no card anything.
+std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stage) {
+  if (!job.hosts.empty()) return 0;
+  const Shape shape = job.shape(layout.chunks());
+  double sums = 0, messages = 0;
+  for (int segment = 0; segment < shape.segments; ++segment) {
+    const int chunk = shape.chunk_of(segment, stage);
+    for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
+      sums += static_cast<double>(sent(bucket.bytes, job.gradient_share, Way::kEarly));
+    }
+    for (const int other : {chunk - 1, chunk + 1}) {
+      if (other < 0 || other == layout.chunks() || shape.stage_of(other) == stage) continue;
+      messages += static_cast<double>(layout.activation_bytes[at(std::min(chunk, other))]);
+    }
+  }
+  const double bytes = 2 * sums * (job.dp - 1) / job.dp + messages * job.micro_batches;
+  return static_cast<std::int64_t>(kNs * bytes / job.bandwidth * (1 - kRounding));
+}
+
+}  // namespace
+
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits) {
   const Shape shape = job.shape(layout.chunks());
   double most = 0, before = 0;
+  std::int64_t sending = 0;
   const std::vector<bool> again = layout.spared.without_graph(layout.chunks());
   for (int stage = 0; stage < job.pp; ++stage) {
     double own = 0, update = 0;
@@ -277,26 +319,33 @@ std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits
       }
       update += layout.update[at(chunk)] / job.dp;  // zero1
     }
+    // Without a flush the pipeline is full, and an update has the memory of another version to go to.
+    if (!job.flush) before = 0;
     most = std::max(most, before + job.micro_batches * own + update);
-    before += layout.forward[at(stage)] + job.action_seconds;
-    if (!splits) before += layout.backward[at(stage)] + job.action_seconds;
+    sending = std::max(sending, least_sending_ns(job, layout, stage));
+    // Of the first segment chunk `stage` is on this stage.
+    const double bytes = job.hosts.empty() ? static_cast<double>(layout.activation_bytes[at(stage)]) : 0;
+    const double message = job.pp_latency + bytes / job.bandwidth;
+    before += layout.forward[at(stage)] + job.action_seconds + message;
+    if (!splits) before += layout.backward[at(stage)] + job.action_seconds + message;
   }
-  return std::max(ns(most), least_dp_sync_ns(job, layout));
+  return std::max(static_cast<std::int64_t>(kNs * most * (1 - kRounding)), sending);
 }
 
-std::int64_t least_dp_sync_ns(const PlanJob& job, const Layout& layout) {
-  if (job.dp == 1 || !job.hosts.empty()) return 0;  // what stays inside of a host costs no card anything
+std::int64_t least_bytes(const PlanJob& job, const Layout& layout, bool shares_optimizer) {
+  const Way way = shares_optimizer ? Way::kZero1 : Way::kEarly;
+  const MemoryModel model = memory_model(job, layout, uniform_modes(job, layout, way));
   const Shape shape = job.shape(layout.chunks());
   std::int64_t most = 0;
   for (int stage = 0; stage < job.pp; ++stage) {
-    std::int64_t bytes = 0;
+    std::int64_t own = 0;
     for (int segment = 0; segment < shape.segments; ++segment) {
-      for (const BucketCost& bucket : layout.buckets[at(shape.chunk_of(segment, stage))])
-        bytes += sent(bucket.bytes, job.gradient_share, Way::kEarly);
+      const ChunkBytes& chunk = model.chunks[at(shape.chunk_of(segment, stage))];
+      own += chunk.weights + chunk.gradients + chunk.optimizer;
     }
-    most = std::max(most, bytes);
+    most = std::max(most, own);
   }
-  return ns(2 * static_cast<double>(most) * (job.dp - 1) / job.dp / job.bandwidth);
+  return most;
 }
 
 }  // namespace fold3d::core

@@ -77,6 +77,8 @@ class Programs {
   struct Program {
     Schedule schedule;           ///< with what is computed again and copied to the pool
     SimulatedProgram simulated;  ///< of it
+    /// Where that has no flush: one step with it, in which as many stashes are kept at once.
+    std::unique_ptr<const Program> kept;
   };
   const Program& of(const Spared& spared);
   const Schedule& compute_only() const { return made_; }
@@ -104,17 +106,18 @@ class Programs {
  private:
   Order order_;
   Schedule made_;
+  std::optional<Schedule> flows_;  // what repeats without a flush
   std::map<std::pair<std::vector<bool>, std::pair<std::vector<bool>, int>>, std::unique_ptr<Program>> programs_;
 };
 
 std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves);
 
 /// No step of this layout and schedule takes less: a stage waits for the first micro-batch, computes all of them, and
-/// its last gradient goes on to the first stage; or it sends what it has to send. `splits`: backwards are split, so
-/// weights' gradients may come last.
+/// its last gradient goes on to the first stage; or its card sends what it has to send. `splits`: backwards are split,
+/// so weights' gradients may come last.
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits);
 
-/// What a card has to send of DP.sync in a step, of the stage with most, in nanoseconds.
-std::int64_t least_dp_sync_ns(const PlanJob& job, const Layout& layout);
+/// No plan with this cut and with these ways of DP.sync needs less on the fullest rank: weights, gradients and optimizer.
+std::int64_t least_bytes(const PlanJob& job, const Layout& layout, bool shares_optimizer);
 
 }  // namespace fold3d::core

@@ -1,6 +1,7 @@
 #include "core/plan/group.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 
 #include "core/generators/registry.h"
@@ -72,13 +73,24 @@ bool has_split(const Schedule& schedule) {
 }
 
 /// Whether a registered schedule has split backwards.
-bool splits_backward(const SchedulerInfo& info) {
-  try {
-    const int segments = info.segments != 0 ? info.segments : info.uses_segments ? 2 : 1;
-    return has_split(generate(info.name, {{2, segments, 2}, 0, ""}));
-  } catch (const std::invalid_argument&) {
-    return false;  // it wants another shape, and is looked at when it has one
-  }
+bool splits_backward(const std::string& name) {
+  static const std::set<std::string> found = [] {
+    std::set<std::string> names;
+    for (const SchedulerInfo& info : registry()) {
+      try {
+        const int segments = info.segments != 0 ? info.segments : info.uses_segments ? 2 : 1;
+        if (has_split(generate(info.name, {{2, segments, 2}, 0, ""}))) names.insert(info.name);
+      } catch (const std::invalid_argument&) {
+        continue;  // it wants another shape, and is looked at when it has one
+      }
+    }
+    return names;
+  }();
+  return found.count(name) > 0;
+}
+
+bool is_only(const std::vector<Way>& ways, Way way) {
+  return std::all_of(ways.begin(), ways.end(), [way](Way one) { return one == way; });
 }
 
 /// Whether something is computed again by blocks or inside of them: their backwards do not run in halves.
@@ -115,7 +127,7 @@ std::vector<Order> orders_to_try(const PlanJob& job, const PlanSpace& space, int
   std::vector<Order> found;
   for (const SchedulerInfo& info : registry()) {
     if (!asked.empty() && info.name != asked) continue;
-    if (asked.empty() && splits_backward(info) && (!job.may_split || rebuilds_blocks(space.sparing.fixed))) continue;
+    if (asked.empty() && splits_backward(info.name) && (!job.may_split || rebuilds_blocks(space.sparing.fixed))) continue;
     // With one segment these are the others'.
     if (asked.empty() && (!info.allows(segments) || info.uses_segments != (segments > 1))) continue;
     // On one stage orders that differ from 1F1B in when stages wait for each other only keep more.
@@ -143,16 +155,35 @@ std::vector<int> early_gathers_to_try(int buckets, int count) {
   return found;
 }
 
-Group::Group(const PlanJob& job, const PlanSpace& space, int segments, Order order)
-    : job_(job), space_(space), segments_(segments), order_(std::move(order)) {
-  const Ranges even = space.ranges ? *space.ranges : cut(job, segments);
-  const Layout layout = layout_of(job, even, space.bucket_bytes.front(), space.sparing.fixed);
-  double computing = 0;
-  for (std::size_t layer = 0; layer < job.forward.size(); ++layer)
-    computing += job.forward[layer] + job.backward[layer];
-  least_ns_ = std::max(static_cast<std::int64_t>(1e9 * computing / job.pp * job.micro_batches * (1 - 1e-9)),
-                       least_dp_sync_ns(job, layout));
-  likely_ns_ = least_step_ns(job, layout, splits_);
+Cuts cuts_of(const PlanJob& job, const PlanSpace& space, int segments) {
+  Cuts cuts;
+  if (space.ranges) {
+    cuts.ranges = {*space.ranges};
+  } else {
+    for (const Shares& shares : kShares) {
+      Ranges ranges = cut(job, segments, shares);
+      const bool is_new = std::find(cuts.ranges.begin(), cuts.ranges.end(), ranges) == cuts.ranges.end();
+      if (is_new) cuts.ranges.push_back(std::move(ranges));
+      if (&shares < &kShares[kFirstShares]) cuts.usual = cuts.ranges.size();
+    }
+  }
+  cuts.usual = std::max<std::size_t>(1, cuts.usual);
+  cuts.least_ns = cuts.least_split_ns = cuts.least_bytes = kNever;
+  const bool shares = job.dp > 1 && (space.modes || space.mixes || !is_only(space.ways, Way::kEarly));
+  for (const Ranges& ranges : cuts.ranges) {
+    const Layout layout = layout_of(job, ranges, space.bucket_bytes.front(), space.sparing.fixed);
+    const std::int64_t whole = least_step_ns(job, layout, false);
+    if (cuts.likely_ns == 0) cuts.likely_ns = whole;
+    cuts.least_ns = std::min(cuts.least_ns, whole);
+    cuts.least_split_ns = std::min(cuts.least_split_ns, least_step_ns(job, layout, true));
+    cuts.least_bytes = std::min(cuts.least_bytes, least_bytes(job, layout, shares));
+  }
+  return cuts;
+}
+
+Group::Group(const PlanJob& job, const PlanSpace& space, int segments, Order order, std::shared_ptr<const Cuts> cuts)
+    : job_(job), space_(space), segments_(segments), order_(std::move(order)), cuts_(std::move(cuts)) {
+  splits_ = order_.given ? has_split(*order_.given) : splits_backward(order_.name);
 }
 
 Programs& Group::programs() {
@@ -181,25 +212,20 @@ const Candidate* Group::fastest() const {
   return best;
 }
 
+std::int64_t Group::shortest_ns() const {
+  std::int64_t found = kNever;
+  for (const auto& one : candidates_) found = std::min(found, one->step_ns);
+  return found;
+}
+
 const Candidate& Group::tried(const std::shared_ptr<const Layout>& layout, const Modes& modes, int early_gathers) {
   Key key{layout->ranges, layout->bucket_bytes, numbers_of(layout->spared), modes, early_gathers};
   const auto [entry, is_new] = known_.emplace(std::move(key), candidates_.size());
   if (is_new) {
-    simulated_actions_ += 2LL * job_.pp * segments_ * job_.micro_batches;
     candidates_.push_back(
         std::make_unique<Candidate>(programs().tried(job_, layout, modes, early_gathers, has_limit())));
   }
   return *candidates_[entry->second];
-}
-
-std::vector<Ranges> Group::cuts(bool all) const {
-  if (space_.ranges) return {*space_.ranges};
-  std::vector<Ranges> found;
-  for (std::size_t k = 0; k < (all ? kShares.size() : kFirstShares); ++k) {
-    Ranges ranges = cut(job_, segments_, kShares[k]);
-    if (std::find(found.begin(), found.end(), ranges) == found.end()) found.push_back(std::move(ranges));
-  }
-  return found;
 }
 
 /// What is worth looking for: faster than the fastest here, too.
@@ -208,7 +234,7 @@ std::int64_t Group::cutoff_of(std::int64_t cutoff_ns) const {
   return best == nullptr ? cutoff_ns : std::min(cutoff_ns, scaled(best->step_ns, 1 / kWorthLooking));
 }
 
-void Group::try_ways(const std::shared_ptr<const Layout>& layout, std::int64_t cutoff_ns) {
+void Group::try_ways(const std::shared_ptr<const Layout>& layout, std::int64_t cutoff_ns, bool all) {
   if (least_step_ns(job_, *layout, splits_) >= cutoff_of(cutoff_ns)) return;
   if (space_.modes) {
     tried(layout, *space_.modes, -1);
@@ -216,7 +242,7 @@ void Group::try_ways(const std::shared_ptr<const Layout>& layout, std::int64_t c
   }
   for (const Way way : space_.ways) {
     tried(layout, uniform_modes(job_, *layout, way), -1);
-    if (job_.dp == 1) break;  // nothing is summed
+    if (job_.dp == 1 || !all) break;  // nothing is summed
   }
 }
 
@@ -246,31 +272,46 @@ void Group::look(std::int64_t cutoff_ns) {
     refused_ = error.what();
     return;
   }
-  for (const Ranges& ranges : cuts(false)) {
-    const std::vector<Layout> layouts = layouts_of(job_, ranges, space_.bucket_bytes, space_.sparing.fixed);
-    // Small buckets, but not the smallest if there is a choice.
-    try_ways(std::make_shared<Layout>(layouts[std::min<std::size_t>(1, layouts.size() - 1)]), cutoff_ns);
-  }
+  try_ways(usual_layout(cuts_->ranges.front()), cutoff_ns, false);
 }
 
-void Group::look_closely(std::int64_t cutoff_ns, const Spared& like) {
+void Group::look_again(std::int64_t cutoff_ns) {
+  for (std::size_t k = 0; k < cuts_->usual; ++k) try_ways(usual_layout(cuts_->ranges[k]), cutoff_ns);
+}
+
+/// With small buckets, but not the smallest if there is a choice.
+std::shared_ptr<const Layout> Group::usual_layout(const Ranges& ranges) const {
+  std::vector<Layout> layouts = layouts_of(job_, ranges, space_.bucket_bytes, space_.sparing.fixed);
+  return std::make_shared<Layout>(std::move(layouts[std::min<std::size_t>(1, layouts.size() - 1)]));
+}
+
+void Group::look_closely(std::int64_t cutoff_ns, const Spared& like, std::size_t most) {
+  const std::size_t until = candidates_.size() + most;
   std::vector<std::shared_ptr<const Layout>> layouts;
-  for (const Ranges& ranges : cuts(true)) {
+  for (const Ranges& ranges : cuts_->ranges) {
     std::vector<Layout> made = layouts_of(job_, ranges, space_.bucket_bytes, like);
     if (least_step_ns(job_, made.front(), splits_) >= cutoff_of(cutoff_ns)) continue;
     if (programs().without_dp_sync(job_, made.front()) >= cutoff_of(cutoff_ns)) continue;
     if (job_.dp == 1) made.resize(std::min<std::size_t>(2, made.size()));  // nothing is summed
     for (Layout& layout : made) {
+      if (candidates_.size() >= until) break;
       layouts.push_back(std::make_shared<Layout>(std::move(layout)));
       try_ways(layouts.back(), cutoff_ns);
     }
   }
   const Candidate* best = fastest();
   const std::int64_t near = scaled(best == nullptr ? cutoff_ns : std::min(best->step_ns, cutoff_ns), kNearFastest);
+  std::vector<std::pair<std::int64_t, std::shared_ptr<const Layout>>> close;
   for (const auto& layout : layouts) {
     const Modes modes = space_.modes ? *space_.modes : uniform_modes(job_, *layout, space_.ways.front());
     const auto known = known_.find(Key{layout->ranges, layout->bucket_bytes, numbers_of(like), modes, -1});
     if (known == known_.end() || candidates_[known->second]->step_ns > near) continue;
+    close.emplace_back(candidates_[known->second]->step_ns, layout);
+  }
+  std::stable_sort(close.begin(), close.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  const std::size_t end = candidates_.size() + most;
+  for (const auto& [step_ns, layout] : close) {
+    if (candidates_.size() >= end) break;
     if (least_step_ns(job_, *layout, splits_) < cutoff_of(cutoff_ns)) try_gathers(layout);
   }
 }
@@ -315,7 +356,8 @@ void Group::spare_most(std::int64_t cutoff_ns) {
   }
 }
 
-void Group::spare(std::int64_t cutoff_ns) {
+void Group::spare(std::int64_t cutoff_ns, std::size_t most) {
+  const std::size_t until = candidates_.size() + most;
   for (const Candidate* like : fastest_of_ways()) {
     if (fits(*like)) continue;
     const auto cannot = [&](std::int64_t least_ns, double worth) {
@@ -326,6 +368,7 @@ void Group::spare(std::int64_t cutoff_ns) {
       return tried(spared_like(*like, spared), like->modes, like->early_gathers);
     };
     const auto hopeless = [&](const Spared& spared) {
+      if (candidates_.size() >= until) return true;
       return cannot(least_step_ns(job_, *spared_like(*like, spared), splits_), kWorthSparing);
     };
     for (const Ladder& ladder : ladders_of(*like)) {
@@ -334,6 +377,7 @@ void Group::spare(std::int64_t cutoff_ns) {
       if (cannot(like->step_ns, copies ? kWorthCopies : kWorthSparing)) break;
       climb(ladder, made, room, like->step_ns, hopeless);
       if (ladder.steps.empty() && space_.sparing.leaving_is_free) lighten(job_, ladder.spared, made, room);
+      if (!copies && segments_ > 1 && !ladder.steps.empty()) thin(ladder, made, room, hopeless);
     }
   }
 }

@@ -12,55 +12,16 @@
 namespace fold3d::core {
 namespace {
 
-using Layers = std::vector<std::pair<int, std::vector<int>>>;  // number of a layer, parameters
-
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
-void check_ranges(const PlanJob& job, const Ranges& ranges) {
-  int end = 0;
-  for (const auto& [first, next] : ranges) {
-    if (first != end || next < first) break;
-    end = next;
-  }
-  if (!ranges.empty() && end == job.blocks() && ranges.back().second == end && ranges.size() % at(job.pp) == 0) {
-    return;
-  }
-  throw std::invalid_argument(std::to_string(ranges.size()) + " chunks do not cover the " +
-                              std::to_string(job.blocks()) + " blocks in order, or cannot be spread over " +
-                              std::to_string(job.pp) + " stages");
-}
-
-/// What no forward has read of all that lies in a chunk.
-std::vector<int> unread_in(const PlanJob& job, const std::pair<int, int>& range) {
-  std::vector<int> found;
-  for (int block = range.first; block < range.second + (range.second == job.blocks()); ++block) {
-    found.insert(found.end(), job.unread[at(block)].begin(), job.unread[at(block)].end());
-  }
-  return found;
-}
-
-/// The layers of a chunk with all that each reads.
-Layers layers_of(const PlanJob& job, const std::pair<int, int>& range) {
-  Layers layers;
-  if (range.first == 0) layers.emplace_back(0, job.read_before);
-  for (int block = range.first; block < range.second + (range.second == job.blocks()); ++block) {
-    layers.emplace_back(block + 1, job.reads[at(block)]);
-  }
-  if (layers.empty()) return layers;
-  std::vector<int> first = job.read_by_all;
-  const std::vector<int> unread = unread_in(job, range);
-  first.insert(first.end(), unread.begin(), unread.end());
-  first.insert(first.end(), layers.front().second.begin(), layers.front().second.end());
-  layers.front().second = std::move(first);
-  return layers;
-}
-
 bool parts_head(const PlanJob& job, const std::pair<int, int>& range) {
-  const Layers layers = layers_of(job, range);
+  const std::vector<LayerRead> layers = job.reads.of_chunk(range);
   std::set<int> of_body;
-  for (std::size_t k = 0; k + 1 < layers.size(); ++k) of_body.insert(layers[k].second.begin(), layers[k].second.end());
-  return std::none_of(layers.back().second.begin(), layers.back().second.end(),
-                      [&](int parameter) { return of_body.count(parameter) > 0; });
+  for (std::size_t k = 0; k + 1 < layers.size(); ++k) {
+    of_body.insert(layers[k].parameters.begin(), layers[k].parameters.end());
+  }
+  const std::vector<int>& of_head = layers.back().parameters;
+  return std::none_of(of_head.begin(), of_head.end(), [&](int parameter) { return of_body.count(parameter) > 0; });
 }
 
 double sum_of(const std::vector<double>& values, int first, int end) {
@@ -242,32 +203,6 @@ int Layout::buckets_of(int stage, int pp) const {
   return static_cast<int>(count);
 }
 
-std::vector<Layers> chunk_layers(const PlanJob& job, const Ranges& ranges) {
-  check_ranges(job, ranges);
-  const Shape shape = job.shape(static_cast<int>(ranges.size()));
-  std::vector<std::set<int>> seen(at(job.pp));
-  std::vector<Layers> chunks;
-  for (int chunk = 0; chunk < shape.num_chunks(); ++chunk) {
-    std::set<int>& mine = seen[at(shape.stage_of(chunk))];
-    Layers layers = layers_of(job, ranges[at(chunk)]);
-    if (chunk < job.pp && !layers.empty()) {
-      for (int segment = 0; segment < shape.segments; ++segment) {
-        const std::vector<int> unread = unread_in(job, ranges[at(shape.chunk_of(segment, chunk))]);
-        layers.front().second.insert(layers.front().second.end(), unread.begin(), unread.end());
-      }
-    }
-    for (auto& [number, parameters] : layers) {
-      std::vector<int> fresh;
-      for (const int parameter : parameters) {
-        if (mine.insert(parameter).second) fresh.push_back(parameter);
-      }
-      parameters = std::move(fresh);
-    }
-    chunks.push_back(std::move(layers));
-  }
-  return chunks;
-}
-
 Layout layout_of(const PlanJob& job, const Ranges& ranges, std::int64_t bucket_bytes, const Spared& spared) {
   return layouts_of(job, ranges, {bucket_bytes}, spared).front();
 }
@@ -288,7 +223,7 @@ std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const s
   std::vector<std::vector<LayerBytes>> needs_of;
   int head = 0;  // the last chunk's last layer
   std::vector<int> of_head;
-  for (const Layers& layers : chunk_layers(job, ranges)) {
+  for (const std::vector<LayerRead>& layers : job.reads.completed(ranges, job.pp, job.style)) {
     const std::size_t chunk = timed.size();
     Timed& mine = timed.emplace_back();
     needs.clear();

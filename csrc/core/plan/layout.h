@@ -9,9 +9,6 @@
 
 namespace fold3d::core {
 
-/// Blocks [first, end) of every chunk.
-using Ranges = std::vector<std::pair<int, int>>;
-
 /// Times that segments shall have, relative to each other.
 struct Shares {
   /// Of the first segment. Less than 1 makes the reduce-scatters and gathers short that the next step waits for; more
@@ -96,9 +93,5 @@ Layout layout_of(const PlanJob& job, const Ranges& ranges, std::int64_t bucket_b
 /// `layout_of` for each size of buckets: nothing but these differ. Of equal buckets the first only.
 std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const std::vector<std::int64_t>& sizes,
                                const Spared& spared);
-
-/// The parameters whose gradients each layer of each chunk completes, in the order in which it reads them: each in the
-/// first layer of its stage that needs it. A layer is (number, parameters).
-std::vector<std::vector<std::pair<int, std::vector<int>>>> chunk_layers(const PlanJob& job, const Ranges& ranges);
 
 }  // namespace fold3d::core

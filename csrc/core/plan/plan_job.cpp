@@ -47,8 +47,8 @@ void PlanJob::check() const {
       starts.back() >= blocks()) {
     refuse("the list of places to cut", "out of order", "ascending blocks from 0 on");
   }
-  check_size("reads", reads, all + 1);
-  check_size("unread", unread, all + 1);
+  check_size("reads", reads.reads, all + 1);
+  check_size("unread", reads.unread, all + 1);
   check_size("forward", forward, all + 2);
   check_size("backward", backward, all + 2);
   check_size("exposed_forward", exposed_forward, all + 2, true);
@@ -65,11 +65,11 @@ void PlanJob::check() const {
   check_positive("activation_bytes", activation_bytes);
   check_positive("gradient_bytes", gradient_bytes);
   check_positive("parameter_bytes", parameter_bytes);
-  for (const auto* lists : {&reads, &unread}) {
+  for (const auto* lists : {&reads.reads, &reads.unread}) {
     for (const auto& list : *lists) check_parameters("a parameter that is read", list, parameters);
   }
-  check_parameters("a parameter that is read", read_before, parameters);
-  check_parameters("a parameter that is read", read_by_all, parameters);
+  check_parameters("a parameter that is read", reads.before, parameters);
+  check_parameters("a parameter that is read", reads.by_all, parameters);
   if (!(bandwidth > 0) || !(pp_bandwidth > 0)) {
     refuse("a bandwidth", std::to_string(std::min(bandwidth, pp_bandwidth)), "positive (bytes per second)");
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/ir/schedule.h"
+#include "core/plan/layer_reads.h"
 #include "core/sim/cluster_model.h"
 
 namespace fold3d::core {
@@ -34,12 +35,7 @@ struct PlanJob {
 
   std::vector<int> starts;     ///< blocks at which a chunk may start, ascending, the first is 0
   std::string closed_because;  ///< why the model cannot be cut at some block; may be empty
-  /// By block, and last of the epilogue: the parameters that it reads; those that lie there and that no forward has
-  /// read.
-  std::vector<std::vector<int>> reads;
-  std::vector<std::vector<int>> unread;
-  std::vector<int> read_before;  ///< by the prologue
-  std::vector<int> read_by_all;  ///< by every chunk
+  LayerReads reads;            ///< parameters
   std::vector<std::int64_t> gradient_bytes;
   std::vector<std::int64_t> parameter_bytes;
 
@@ -69,7 +65,9 @@ struct PlanJob {
   double copy_bandwidth = 25e9;
   double gradient_share = 1;  ///< of the bytes of gradients what travels
   int gradient_delay = 0;
-  Hosts hosts;  ///< of every rank, as ClusterModel::hosts
+  bool flush = true;        ///< false: steps follow each other without one, see core/passes/repeat.h; "1f1b" alone
+  int weight_versions = 1;  ///< copies of its weights that a rank keeps
+  Hosts hosts;              ///< of every rank, as ClusterModel::hosts
 
   std::optional<std::int64_t> memory_limit;  ///< bytes of a rank
   std::optional<std::int64_t> pool_limit;    ///< bytes of a rank's pool

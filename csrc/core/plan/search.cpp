@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -14,8 +15,20 @@ constexpr std::size_t kRound = 8;        // groups looked at before the best is 
 constexpr std::size_t kCloseRound = 4;   // likewise, closely
 constexpr double kEqual = 1.001;         // steps within this factor are equal
 constexpr double kPromising = 1.08;      // of the fastest: worth a closer look
-constexpr std::size_t kMostClose = 48;   // groups of a job that get one
-constexpr std::size_t kMostSpared = 32;  // groups of a job that are made to fit as well as can be
+constexpr double kNear = 1.25;           // ... worth a second look
+constexpr std::size_t kMostClose = 48;   // groups that get a closer look
+constexpr std::size_t kMostSpared = 32;  // groups that are made to fit as well as can be
+
+/// How much a phase of the search may simulate: so many actions, and where plans are large, so many plans.
+struct Work {
+  std::int64_t actions = 0;
+  std::int64_t plans = 0;
+};
+constexpr Work kLook = {1'500'000, 100};
+constexpr Work kLookAgain = {1'000'000, 60};
+constexpr Work kSpare = {1'500'000, 100};
+constexpr Work kLookClosely = {3'000'000, 150};
+constexpr Work kOfGroup = {300'000, 40};  // of these a group
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
@@ -31,7 +44,7 @@ struct Entry {
 class Search {
  public:
   Search(const std::vector<PlanJob>& jobs, const PlanSpace& space, const SearchOptions& options)
-      : jobs_(jobs), space_(space), options_(options), best_(jobs.size(), kNever), refused_(jobs.size()) {
+      : jobs_(jobs), space_(space), options_(options), best_ns_(options.beat_ns), refused_(jobs.size()) {
     for (const PlanJob& job : jobs) job.check();
   }
 
@@ -58,24 +71,35 @@ class Search {
         for (Order& order : orders_to_try(jobs_[job], space_, segments)) wanted.push_back({job, segments, order});
       }
     }
-    entries_.resize(wanted.size());
-    std::vector<std::string> errors(wanted.size());
-    options_.each(wanted.size(), [&](std::size_t k) {
-      const Wanted& one = wanted[k];
-      entries_[k].job = one.job;
+    std::map<std::pair<std::size_t, int>, std::shared_ptr<const Cuts>> cuts;
+    std::map<std::pair<std::size_t, int>, std::string> errors;
+    for (const Wanted& one : wanted) cuts[{one.job, one.segments}];
+    std::vector<std::pair<std::pair<std::size_t, int>, std::shared_ptr<const Cuts>*>> open;
+    for (auto& [key, made] : cuts) {
+      errors[key];
+      open.emplace_back(key, &made);
+    }
+    options_.each(open.size(), [&](std::size_t k) {
+      const auto& [key, made] = open[k];
       try {
-        entries_[k].group = std::make_unique<Group>(jobs_[one.job], space_, one.segments, one.order);
+        *made = std::make_shared<Cuts>(cuts_of(jobs_[key.first], space_, key.second));
       } catch (const std::invalid_argument& error) {
-        errors[k] = error.what();
+        errors.at(key) = error.what();
       }
     });
-    for (std::size_t k = 0; k < wanted.size(); ++k) {
-      if (!entries_[k].group) refuse(wanted[k].job, errors[k]);
+    for (Wanted& one : wanted) {
+      const std::pair key{one.job, one.segments};
+      if (!cuts.at(key)) {
+        refuse(one.job, errors.at(key));
+        continue;
+      }
+      auto group =
+          std::make_unique<Group>(jobs_[one.job], space_, one.segments, std::move(one.order), cuts.at(key));
+      entries_.push_back({one.job, std::move(group)});
     }
-    entries_.erase(std::remove_if(entries_.begin(), entries_.end(), [](const Entry& one) { return !one.group; }),
-                   entries_.end());
     std::stable_sort(entries_.begin(), entries_.end(),
-                     [](const Entry& a, const Entry& b) { return a.group->likely_ns() < b.group->likely_ns(); });
+                     [](const Entry& a, const Entry& b) { return a.group->cuts().likely_ns < b.group->cuts().likely_ns;
+                     });
     state_.of = static_cast<std::int64_t>(entries_.size());
   }
 
@@ -83,33 +107,38 @@ class Search {
     if (refused_[job].empty()) refused_[job] = why;
   }
 
-  std::int64_t best_of(std::size_t job) const {
-    if (options_.independent) return best_[job];
-    return std::min(options_.beat_ns, *std::min_element(best_.begin(), best_.end()));
-  }
-  std::int64_t cutoff(std::size_t job) const { return scaled(best_of(job), 1 / kWorthLooking); }
-
-  /// Runs `body` on the groups, so many at a time; what it may assume of the best is that of before the round.
+  /// Runs `body` on the groups, so many at a time; of the best it knows what was known before the round.
   template <class Body>
-  void in_rounds(const std::string& doing, const std::vector<Entry*>& chosen, std::size_t round, Body body) {
+  void in_rounds(const std::string& doing, const std::vector<Entry*>& chosen, std::size_t round, const Work& most,
+                 Body body) {
     state_.doing = doing;
+    const Work before = done();
     for (std::size_t first = 0; first < chosen.size(); first += round) {
+      const Work now = done();
+      if (now.actions - before.actions > most.actions && now.plans - before.plans > most.plans) break;
       const std::size_t count = std::min(round, chosen.size() - first);
-      std::vector<std::int64_t> cutoffs;
-      for (std::size_t k = 0; k < count; ++k) cutoffs.push_back(cutoff(chosen[first + k]->job));
-      options_.each(count, [&](std::size_t k) { body(*chosen[first + k], cutoffs[k]); });
+      const std::int64_t cutoff_ns = scaled(best_ns_, 1 / kWorthLooking);
+      options_.each(count, [&](std::size_t k) { body(*chosen[first + k], cutoff_ns); });
       for (std::size_t k = 0; k < count; ++k) note(*chosen[first + k]);
       if (options_.progress) options_.progress(state_);
     }
   }
 
+  Work done() const {
+    Work work;
+    for (const Entry& one : entries_) {
+      work.actions += one.group->simulated_actions();
+      work.plans += static_cast<std::int64_t>(one.group->candidates().size());
+    }
+    return work;
+  }
+
   void note(const Entry& entry) {
     if (!entry.group->refused().empty()) refuse(entry.job, entry.group->refused());
     const Candidate* fastest = entry.group->fastest();
-    state_.simulated = 0;
-    for (const Entry& one : entries_) state_.simulated += static_cast<std::int64_t>(one.group->candidates().size());
+    state_.simulated = done().plans;
     if (fastest == nullptr) return;
-    best_[entry.job] = std::min(best_[entry.job], fastest->step_ns);
+    best_ns_ = std::min(best_ns_, fastest->step_ns);
     if (state_.job >= 0 && fastest->step_ns >= state_.best_ns) return;
     state_.job = static_cast<int>(entry.job);
     state_.best_ns = fastest->step_ns;
@@ -122,24 +151,33 @@ class Search {
             entry.group->fits(candidate), candidate.step_ns};
   }
 
-  std::vector<Entry*> all() {
-    std::vector<Entry*> found;
-    for (Entry& entry : entries_) found.push_back(&entry);
-    return found;
-  }
-
   void look() {
-    in_rounds("looking", all(), kRound, [](Entry& entry, std::int64_t cutoff_ns) {
+    std::vector<Entry*> possible, others;
+    for (Entry& entry : entries_) (entry.group->may_fit() ? possible : others).push_back(&entry);
+    const auto one_look = [](Entry& entry, std::int64_t cutoff_ns) {
       if (entry.group->least_ns() >= cutoff_ns) return;
       entry.group->look(cutoff_ns);
       // What can be reached at all bounds what else is looked at.
       const bool fits = entry.group->fastest() != nullptr;
       if (!fits && entry.group->job().memory_limit) entry.group->spare_most(cutoff_ns);
+    };
+    in_rounds("looking", possible, kRound, kLook, one_look);
+    // What needs least is told where nothing fits.
+    if (best_ns_ != kNever) others.clear();
+    std::stable_sort(others.begin(), others.end(), [](const Entry* a, const Entry* b) {
+      return a->group->cuts().least_bytes < b->group->cuts().least_bytes;
     });
+    in_rounds("looking", others, kRound, kLook, one_look);
     state_.looked_at = state_.of;
+    const auto near = [&](const Entry& entry) {
+      const std::int64_t mine = entry.group->shortest_ns();
+      return mine < scaled(best_ns_, kNear) ? mine : kNever;
+    };
+    in_rounds("looking again", smallest(entries_.size(), near), kRound, kLookAgain,
+              [](Entry& entry, std::int64_t cutoff_ns) { entry.group->look_again(cutoff_ns); });
   }
 
-  /// The groups of each job with the smallest key, at most so many of each; kNever: not at all.
+  /// The groups with the smallest key, at most so many; kNever: not at all.
   template <class Key>
   std::vector<Entry*> smallest(std::size_t most, Key key) {
     std::vector<std::pair<std::int64_t, Entry*>> keyed;
@@ -148,48 +186,48 @@ class Search {
       if (mine != kNever) keyed.emplace_back(mine, &entry);
     }
     std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    std::vector<std::size_t> taken(jobs_.size(), 0);
     std::vector<Entry*> found;
-    for (const auto& [value, entry] : keyed) {
-      if (taken[entry->job]++ < most) found.push_back(entry);
-    }
+    for (const auto& [value, entry] : keyed) found.push_back(entry);
+    found.resize(std::min(found.size(), most));
     return found;
   }
 
   void spare() {
-    const auto has_limit = [](const Entry& entry) { return entry.group->job().memory_limit.has_value(); };
-    const auto least = [](const Entry& entry) {
-      std::int64_t found = kNever;
-      for (const auto& one : entry.group->candidates()) found = std::min(found, one->step_ns);
-      return found;
-    };
     const auto open = [&](const Entry& entry) {
-      return has_limit(entry) && scaled(least(entry), kWorthLooking) < best_of(entry.job) ? least(entry) : kNever;
+      const std::int64_t least = entry.group->shortest_ns();
+      const bool is_open = entry.group->job().memory_limit && scaled(least, kWorthLooking) < best_ns_;
+      return is_open ? least : kNever;
     };
-    in_rounds("making fit", smallest(entries_.size(), open), kRound,
+    in_rounds("making fit", smallest(entries_.size(), open), kRound, kSpare,
               [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare_most(cutoff_ns); });
     const auto promising = [&](const Entry& entry) {
       if (open(entry) == kNever) return kNever;
       const Candidate* fits = entry.group->fastest();
       // What does not fit with all computed again may with copies.
-      return fits == nullptr ? scaled(least(entry), 1.5) : fits->step_ns;
+      return fits == nullptr ? scaled(entry.group->shortest_ns(), 1.5) : fits->step_ns;
     };
-    in_rounds("making fit", smallest(kMostSpared, promising), kCloseRound,
-              [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns); });
+    in_rounds("making fit", smallest(kMostSpared, promising), kCloseRound, kSpare,
+              [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns, plans_of(entry)); });
   }
 
   void look_closely() {
     const auto promising = [&](const Entry& entry) {
       const Candidate* fastest = entry.group->fastest();
-      if (fastest == nullptr || fastest->step_ns > scaled(best_of(entry.job), kPromising)) return kNever;
+      if (fastest == nullptr || fastest->step_ns > scaled(best_ns_, kPromising)) return kNever;
       return fastest->step_ns;
     };
-    in_rounds("looking closely", smallest(kMostClose, promising), kCloseRound,
-              [this](Entry& entry, std::int64_t cutoff_ns) {
+    in_rounds("looking closely", smallest(kMostClose, promising), kCloseRound, kLookClosely,
+              [&](Entry& entry, std::int64_t cutoff_ns) {
+                if (promising(entry) == kNever) return;
                 const Spared like = entry.group->fastest()->layout->spared;
-                entry.group->look_closely(cutoff_ns, like);
-                if (like != space_.sparing.fixed) entry.group->look_closely(cutoff_ns, space_.sparing.fixed);
+                entry.group->look_closely(cutoff_ns, like, plans_of(entry));
+                if (like == space_.sparing.fixed) return;
+                entry.group->look_closely(cutoff_ns, space_.sparing.fixed, plans_of(entry));
               });
+  }
+
+  static std::size_t plans_of(const Entry& entry) {
+    return static_cast<std::size_t>(std::max(kOfGroup.plans, kOfGroup.actions / entry.group->actions_of_a_plan()));
   }
 
   PlanFound of_job(std::size_t job) {
@@ -230,7 +268,7 @@ class Search {
       chosen = plainest;
     }
     // Where another job's plan is faster than all that this one could do, nobody has made it fit.
-    if (!found.fits && best_of(job) != kNever) return found;
+    if (!found.fits && best_ns_ != kNever) return found;
     found.best = *chosen->candidate;
     std::stable_sort(best_of_groups.begin(), best_of_groups.end(),
                      [this](const Place& a, const Place& b) { return rank(a) < rank(b); });
@@ -263,7 +301,7 @@ class Search {
   const PlanSpace& space_;
   const SearchOptions& options_;
   std::vector<Entry> entries_;
-  std::vector<std::int64_t> best_;  // by job: a step of the fastest that fits
+  std::int64_t best_ns_;            // a step of the fastest that fits, of all jobs
   std::vector<std::string> refused_;
   PlanProgress state_;
 };

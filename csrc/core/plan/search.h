@@ -46,7 +46,6 @@ using ForEach = std::function<void(std::size_t n, const std::function<void(std::
 void one_by_one(std::size_t n, const std::function<void(std::size_t)>& body);
 
 struct SearchOptions {
-  bool independent = false;       ///< jobs do not compete: each has its best
   std::int64_t beat_ns = kNever;  ///< a step of what is known already; jobs that cannot be faster are left out
   ForEach each = one_by_one;
   std::function<void(const PlanProgress&)> progress = {};  ///< told between rounds; what it throws ends the search

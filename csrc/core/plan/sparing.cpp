@@ -13,6 +13,13 @@ bool all_fit(const Candidate& candidate, const Fits& fits) {
   return std::all_of(candidate.peaks.begin(), candidate.peaks.end(), fits);
 }
 
+/// Said once where it is the same of all chunks.
+Spared with(Spared spared, const std::vector<Choice>& choices) {
+  const bool alike = std::all_of(choices.begin(), choices.end(), [&](const auto& one) { return one == choices[0]; });
+  spared.again = alike ? std::vector<Choice>{choices[0]} : choices;
+  return spared;
+}
+
 }  // namespace
 
 Spared Ladder::at(const std::vector<int>& rungs) const {
@@ -23,16 +30,13 @@ Spared Ladder::at(const std::vector<int>& rungs) const {
     const int rung = rungs[static_cast<std::size_t>(stage)];
     for (int place = 0; place < places; ++place) {
       // Copies are best spread over the step.
-      const int step = spared.leaves == Spared::Leaves::kNothing ? std::min(rung - count * place, count)
+      const int step = spared.leaves == Spared::Leaves::kNothing ? std::clamp(rung - count * place, 0, count)
                                                                  : (rung - place - 1 + places) / places;
       if (step == 0) continue;
       choices[static_cast<std::size_t>(shape.chunk_of(place, stage))] = steps[static_cast<std::size_t>(step - 1)];
     }
   }
-  Spared made = spared;
-  const bool alike = std::all_of(choices.begin(), choices.end(), [&](const auto& one) { return one == choices[0]; });
-  made.again = alike ? std::vector<Choice>{choices[0]} : choices;
-  return made;
+  return with(spared, choices);
 }
 
 std::vector<Ladder> ladders(const PlanJob& job, const SparingSpace& space, int chunks) {
@@ -74,6 +78,23 @@ void lighten(const PlanJob& job, const Spared& spared, const TrySpared& tried, c
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (has_room(middle) ? high : low) = middle;
+  }
+}
+
+void thin(const Ladder& ladder, const TrySpared& tried, const Fits& fits,
+          const std::function<bool(const Spared&)>& hopeless) {
+  std::vector<Choice> choices = ladder.highest().of_chunks(ladder.shape.num_chunks());
+  if (!all_fit(tried(ladder.highest()), fits)) return;
+  std::vector<Choice> lower = {Choice{}};
+  lower.insert(lower.end(), ladder.steps.begin(), ladder.steps.end() - 1);
+  for (Choice& mine : choices) {
+    const Choice highest = mine;
+    for (const Choice& choice : lower) {
+      mine = choice;
+      if (all_fit(tried(with(ladder.spared, choices)), fits)) break;
+      mine = highest;
+    }
+    if (hopeless({})) return;
   }
 }
 

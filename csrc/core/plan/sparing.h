@@ -47,6 +47,11 @@ using Fits = std::function<bool(const StagePeak&)>;
 void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
            const std::function<bool(const Spared&)>& hopeless);
 
+/// Likewise from the other end, chunk by chunk: what all need not do, one after the other stops doing. Chunks that differ
+/// in size are told apart so.
+void thin(const Ladder& ladder, const TrySpared& tried, const Fits& fits,
+          const std::function<bool(const Spared&)>& hopeless);
+
 /// Looks for the least share of micro-batches whose stashes must leave so that every stage fits, where those of all
 /// would do. spared: of all micro-batches.
 void lighten(const PlanJob& job, const Spared& spared, const TrySpared& tried, const Fits& fits);

@@ -93,7 +93,7 @@ void Executor::run_all(const std::vector<Action>& program, Continues continues) 
       running_ = true;
     }
     if (core::is_compute(action.kind)) {
-      if (flows) state_.chunk(action.chunk).turn_to(of_before[k]);
+      if (flows) state_.chunk(action.chunk).turn_to(action.micro_batch, of_before[k]);
       compute(action);
     } else {
       handler_of(action.kind)(state_, action);

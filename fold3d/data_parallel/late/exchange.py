@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -29,12 +30,11 @@ class Exchange(Generic[T]):
         self.progress = Progress(life)
         self.world = WorldGroup(topology, timeout, self.progress)
         self._thread = ThreadPoolExecutor(1, "fold3d-exchange")
-        self._running: Future[T] | None = None
+        self._begun: deque[Future[T]] = deque()
 
     def begin(self, job: Callable[[], T]) -> None:
-        """Begins a job; the one before has been waited for."""
-        assert self._running is None, "an exchange is under way"
-        self._running = self._thread.submit(self._run, job)
+        """Begins a job, once those before are done."""
+        self._begun.append(self._thread.submit(self._run, job))
 
     def _run(self, job: Callable[[], T]) -> T:
         try:
@@ -43,17 +43,15 @@ class Exchange(Generic[T]):
             self.progress.take_met()  # nobody asks for these waits: the training thread does not make them
 
     @property
-    def is_running(self) -> bool:
-        """Whether a job was begun that nobody has waited for."""
-        return self._running is not None
+    def begun(self) -> int:
+        """How many jobs were begun that nobody has waited for."""
+        return len(self._begun)
 
     def wait(self) -> T:
-        """Returns what the job has returned, or raises what it has raised."""
-        running, self._running = self._running, None
-        assert running is not None
-        return running.result()
+        """Returns what the first of them has returned, or raises what it has raised."""
+        return self._begun.popleft().result()
 
     def close(self) -> None:
-        """Ends the thread, after the job under way, and its connections."""
+        """Ends the thread, after the jobs under way, and its connections."""
         self._thread.shutdown()
         self.world.close()

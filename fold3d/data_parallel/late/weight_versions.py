@@ -1,30 +1,38 @@
-"""WeightVersions: two versions of a rank's weights, for steps that follow each other without a flush."""
+"""WeightVersions: several versions of a rank's weights, for gradients that are taken after other updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from fold3d.data_parallel.bucket import Bucket
 
+_VERSION = re.compile(r"@\d+$")
+
+
+def parameter_of(name: str) -> str:
+    """Returns the parameter's name of one that `WeightVersions.by_name` returns; a parameter's own name as it is."""
+    return _VERSION.sub("", name)
+
 
 class WeightVersions:
-    """The newest weights of some buckets, and those before them: two flat tensors per bucket that take turns.
+    """The newest weights of some buckets, and those before them: flat tensors of each bucket that take turns.
 
     A graph keeps a parameter as the parameter, and finds the memory that it has when its backward runs, so parameters
     must have the memory of an action's version in its forward and in its backward (`point`). Updates go to the flat
     tensors, never through the parameters, whose graphs would find them changed.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """Moves the parameters of the buckets into flat tensors."""
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[Bucket], count: int = 2) -> None:
+        """Moves the parameters of the buckets into flat tensors; all versions are alike at first."""
+        self._buckets, self.count = buckets, count
         self._newest, self._shown = 0, 0
         self._flats: list[list[Tensor]] = []
         self._views: list[list[list[Tensor]]] = []  # [bucket][version][parameter]
         for bucket in buckets:
-            flats = bucket.add_version()
+            flats = bucket.add_versions(count)
             self._flats.append(flats)
             self._views.append([bucket.views_of(flat) for flat in flats])
 
@@ -33,16 +41,47 @@ class WeightVersions:
         """Number of the newest version."""
         return self._newest
 
+    def older(self, updates: int) -> int:
+        """Returns the number of the version that was the newest so many updates ago, at most count - 1."""
+        return (self._newest - updates) % self.count
+
     def turn(self) -> None:
-        """The version before the newest is the newest from now on, and gets its values by `fill`."""
-        self._newest = 1 - self._newest
+        """The oldest version is the newest from now on, and gets its values by `fill`."""
+        self._newest = self.older(-1)
         for bucket in self._buckets:
             bucket.use_version(self._newest)
 
     def fill(self, bucket: Bucket) -> None:
         """Begins the bucket's newest version with the values of the one before, for an update of them."""
+        if self.count > 1:
+            flats = self._flats[bucket.number]
+            flats[self._newest].copy_(flats[self.older(1)])
+
+    def predict(self, bucket: Bucket) -> None:
+        """Puts what the next update would make of the newest weights, if it was like the last one, in the place of
+        the version before: 2 W(t) - W(t-1)."""
         flats = self._flats[bucket.number]
-        flats[self._newest].copy_(flats[1 - self._newest])
+        flats[self.older(1)].neg_().add_(flats[self._newest], alpha=2)
+
+    def forget(self) -> None:
+        """All versions are as the newest."""
+        for flats in self._flats:
+            for flat in flats:
+                if flat is not flats[self._newest]:
+                    flat.copy_(flats[self._newest])
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Returns the versions before the newest, those of one update ago as "NAME@1", and so on."""
+        return {
+            f"{name}@{updates}": view
+            for bucket, views in zip(self._buckets, self._views, strict=True)
+            for updates in range(1, self.count)
+            for name, view in zip(bucket.names, views[self.older(updates)], strict=True)
+        }
+
+    def load(self, fill: Callable[[str, Tensor], bool]) -> list[str]:
+        """Fills all that `by_name` returns; returns what `fill`, of a name and its tensor, did not have."""
+        return [name for name, view in self.by_name().items() if not fill(name, view)]
 
     def point(self, version: int) -> None:
         """Parameters have the memory of this version from now on."""

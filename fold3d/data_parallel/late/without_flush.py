@@ -20,49 +20,43 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fold3d import _C
 from fold3d.comms.groups import Groups
+from fold3d.config import ParallelConfig
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.gradient_states import Event, State
 from fold3d.data_parallel.late.exchange import Exchange
 from fold3d.data_parallel.late.no_replicas import NoReplicas
-from fold3d.data_parallel.late.weight_versions import WeightVersions
+from fold3d.data_parallel.late.versioned import Versioned
 from fold3d.data_parallel.tied_buckets import TiedBuckets
 from fold3d.errors import ConfigError
 from fold3d.stage.rank_model import RankModel
-from fold3d.topology import Topology
 
 Told = tuple[list[int], Tensor, Tensor]
 """Counts, the norm, and what `end_slice` was given, summed over the replica."""
 
 
-class WithoutFlush(DpSync):
+class WithoutFlush(Versioned):
     """Of one rank with one chunk; all ranks make the same calls. See `DpSync` for what is not here."""
 
     def __init__(
         self,
         cut: RankModel,
-        topology: Topology,
         groups: Groups,
-        sync: _C.BucketSync | NoReplicas,
+        config: ParallelConfig,
+        rings: _C.BucketSync | NoReplicas,
         *rest: Any,
-        exchange: Exchange[Told],
     ) -> None:
-        """Args:
-        rest: as DpSync takes them; with late gradients.
-        exchange: for norms; closed with this.
-        """
-        super().__init__(cut, topology, groups, sync, *rest)
+        """All ranks of the job call. Args: as DpSync takes them; with late gradients."""
+        super().__init__(cut, groups, config, rings, *rest)
         assert self._late is not None
-        self._sync, self._exchange = sync, exchange
+        self._sync = rings
+        self._exchange = Exchange[Told](groups.topology, config.timeout_seconds, groups.world.progress.life)
         self._flowing = False  # micro-batches of the step before are in the pipeline
         self._in_slice = False
         self._micro_batches = 0
         self._chunks: Sequence[int] = ()
-        self._versions: WeightVersions | None = None
         self._before = 0  # version of the step before
         self._taken: dict[int, int] = {}  # key of the gradients that a bucket is stepped with
         self._values: Tensor | None = None  # of the step whose last backwards are to come
@@ -72,12 +66,7 @@ class WithoutFlush(DpSync):
         for _ in range(2):
             self._sets.append([copy.copy(bucket) for bucket in self.buckets])
             self._late.turn()
-        self._ties = [TiedBuckets(one, groups.ties, topology, exchange.progress) for one in self._sets]
-
-    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
-        """See `DpSync.attach`; weights have two versions from now on."""
-        self._versions = WeightVersions(self.buckets)
-        super().attach(optimizer, parts=parts)
+        self._ties = [TiedBuckets(one, groups.ties, groups.topology, self._exchange.progress) for one in self._sets]
 
     # A step
 
@@ -127,8 +116,8 @@ class WithoutFlush(DpSync):
         for bucket in self.buckets:
             bucket.attach()
 
-    def turn_to(self, step_before: bool) -> None:
-        """The actions from now on are of this step, or of the step before: parameters have its weights."""
+    def turn_to(self, number: int, step_before: bool) -> None:
+        """The next action is of this step, or of the step before: parameters have its weights."""
         assert self._versions is not None
         self._versions.point(self._before if step_before else self._versions.newest)
 
@@ -195,7 +184,7 @@ class WithoutFlush(DpSync):
 
     def _told_of_step(self) -> Tensor | None:
         self._told = None
-        if self._exchange.is_running:
+        if self._exchange.begun:
             self._told = self._exchange.wait()
         return None if self._told is None else self._told[2]
 
@@ -215,13 +204,8 @@ class WithoutFlush(DpSync):
         optimizer.check_unchanged()
         self._before = versions.newest
         if late.settings is not None:
-            super().flush()
-            versions.turn()
+            self._make_room()
             self._taken = {bucket.number: bucket.key for bucket in self.buckets}
-            for number, bucket in enumerate(self.buckets):
-                optimizer.point(bucket)
-                if self._plan.modes[number] == "zero1":
-                    versions.fill(bucket)
         versions.point(versions.newest)
         super().update(keeps=keeps)
 
@@ -257,12 +241,6 @@ class WithoutFlush(DpSync):
     def is_flowing(self) -> bool:
         """Whether micro-batches of the last step are in the pipeline."""
         return self._flowing
-
-    def flush(self) -> None:
-        """See `DpSync.flush`: parameters have the newest weights until an action needs others."""
-        super().flush()
-        if self._versions is not None:
-            self._versions.point(self._versions.newest)
 
     def abandon(self) -> None:
         """See `DpSync.abandon`. Raises: ConfigError where backwards of the step are to come."""

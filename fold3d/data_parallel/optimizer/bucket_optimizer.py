@@ -1,4 +1,6 @@
-"""BucketOptimizer: steps the tensors of one bucket, with the settings of the moment when it was asked to."""
+"""BucketOptimizer: steps the tensors of one bucket, with the settings of the moment when it was asked to;
+step_by_kernel(): a step of AdamW by fold3d's kernel, clipping and update in one pass.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,79 @@ from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.gradients import Factor, multiply
-from fold3d.data_parallel.optimizer.adamw_kernel import step_by_kernel
 from fold3d.data_parallel.optimizer.host_copies import HostCopies
 from fold3d.data_parallel.optimizer.host_memory import host_memory, settings_on_host, to_host
 from fold3d.profile.optimizer import has_fused_step
+
+_UPDATE_BEFORE = "update_before"
+
+
+@torch.no_grad()
+def step_by_kernel(twin: Optimizer, gradients: Mapping[Tensor, Tensor], scale: Factor) -> None:
+    """Does what `twin.step()` does with these gradients times `scale`, in fp32 (fp64 of fp64 weights).
+
+    Where weights are bfloat16 that rounds less often than torch does: fp32 gradients are not rounded before.
+
+    Args:
+        twin: one that `kernel_checks.check_steps` lets pass.
+        gradients: parameter -> gradient, of its shape; parameters without one are skipped. They stay as they are.
+    """
+    factor = scale.to(torch.float64) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    for group in twin.param_groups:
+        alike: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
+        for weight in group["params"]:
+            gradient = gradients.get(weight)
+            if gradient is None:
+                continue
+            state = _state_of(twin, weight, group)
+            state["step"] += 1
+            arrays = (weight, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            alike.setdefault(tuple(one.dtype for one in arrays[:3]), []).append(arrays)
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        for members in alike.values():
+            weights, given, means, squares, steps = (list(column) for column in zip(*members, strict=True))
+            torch.ops.fold3d.adamw_(
+                weights,
+                _laid_out(given, weights),
+                _kept(means, weights),
+                _kept(squares, weights),
+                steps,
+                [],
+                factor,
+                float(group["lr"]),
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+            )
+
+
+def _state_of(twin: Optimizer, weight: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameter's state, begun as torch begins it."""
+    state: dict[str, Any] = twin.state[weight]
+    if not state:
+        on_device = group.get("fused") or group.get("capturable")
+        kind = torch.float64 if torch.get_default_dtype() == torch.float64 and not on_device else torch.float32
+        state["step"] = torch.zeros((), dtype=kind, device=weight.device if on_device else "cpu")
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+    return state
+
+
+def _laid_out(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors as they are, or copies of those that lie otherwise than their weights."""
+    return [
+        one if one.stride() == weight.stride() else torch.empty_like(weight, dtype=one.dtype).copy_(one)
+        for one, weight in zip(tensors, weights, strict=True)
+    ]
+
+
+def _kept(moments: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the moments, whose memory is made to lie as their weights' does."""
+    for moment, weight in zip(moments, weights, strict=True):
+        if moment.stride() != weight.stride():
+            moment.data = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
+    return list(moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +135,7 @@ class BucketOptimizer:
         sharded: bool,
         copies: HostCopies | None = None,
         kernel: bool = False,
+        feeds_back: bool = False,
     ):
         """Args:
         tensors: what to step; each stands for its piece's parameter. Those of parameters that the optimizer does not
@@ -72,10 +144,13 @@ class BucketOptimizer:
             optimizer's.
         copies: of those of `tensors` that the optimizer has, in host memory, where they are stepped and the state lies.
         kernel: fold3d's kernel steps in the optimizer's place, see `check_steps`.
+        feeds_back: with u(t) for what the optimizer's step number t subtracts from a tensor, 2 u(t) - u(t-1) is
+            subtracted, so that what a late gradient has missed of the update before is made up for. u(t-1) is in the
+            state, under "update_before".
         """
         self._optimizer = optimizer
         self._sharded = sharded
-        self._copies, self._kernel = copies, kernel
+        self._copies, self._kernel, self._feeds_back = copies, kernel, feeds_back
         self._scale: Factor = 1.0  # what is left of the settings' coefficient
         number = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         device = [(piece, tensor) for piece, tensor in tensors if id(piece.parameter) in number]
@@ -133,7 +208,10 @@ class BucketOptimizer:
         for group, kept in zip(self.twin.param_groups, settings.groups, strict=True):
             group.update(self._settings(kept))
         with self.memory():
-            self._step_twin(given)
+            if self._feeds_back:
+                self._step_feeding_back(given)
+            else:
+                self._step_twin(given)
         if self._copies is not None:
             self._copies.send(given)
         if self._lends:
@@ -149,6 +227,18 @@ class BucketOptimizer:
         self.twin.step()
         for _, tensor in self.tensors:
             tensor.grad = None
+
+    @torch.no_grad()
+    def _step_feeding_back(self, gradients: Mapping[int, Tensor]) -> None:
+        stepped = [tensor for piece, tensor in self.tensors if piece.index in gradients]
+        updates = [tensor.detach().clone() for tensor in stepped]
+        self._step_twin(gradients)
+        for tensor, update in zip(stepped, updates, strict=True):
+            update.sub_(tensor)
+            state = self.twin.state[tensor]
+            before = state.get(_UPDATE_BEFORE)
+            tensor.sub_(update if before is None else update - before)
+            state[_UPDATE_BEFORE] = update
 
     def memory(self) -> AbstractContextManager[None]:
         """Returns the context in which tensors of the state are made."""

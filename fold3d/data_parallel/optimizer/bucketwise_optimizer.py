@@ -36,6 +36,7 @@ class BucketwiseOptimizer:
         *,
         on_host: bool = False,
         kernel: bool = False,
+        feeds_back: bool = False,
     ):
         """Moves parameters of sharded buckets into one flat tensor each.
 
@@ -44,7 +45,7 @@ class BucketwiseOptimizer:
             sharded: per bucket, whether this replica steps its shard only.
             data: the replicas of this rank's stage.
             on_host: steps are taken in host memory, where the state lies.
-            kernel: as in `BucketOptimizer`.
+            kernel, feeds_back: as in `BucketOptimizer`.
         Raises: ConfigError when the host lacks memory.
         """
         self._optimizer, self._buckets, self._data = optimizer, buckets, data
@@ -64,7 +65,7 @@ class BucketwiseOptimizer:
             else:
                 tensors.append([(piece, piece.parameter) for piece in bucket.all_pieces])
             self._point(bucket, tensors[-1])
-        self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host, kernel=kernel)
+        self.parts = parts_of(optimizer, tensors, sharded, on_host=on_host, kernel=kernel, feeds_back=feeds_back)
         self._next = dict(pairwise(bucket.number for bucket in self._sharded))
         self._on_host = on_host
         self.split_state()
@@ -193,20 +194,22 @@ def parts_of(
     *,
     on_host: bool,
     kernel: bool = False,
+    feeds_back: bool = False,
 ) -> list[BucketOptimizer]:
-    """Returns what steps each entry of `tensors`, on the host if `on_host`, by `kernel`: see `BucketOptimizer`.
+    """Returns what steps each entry of `tensors`, on the host if `on_host`: for the rest see `BucketOptimizer`.
 
     Raises: ConfigError when the host lacks memory.
     """
     if not on_host:
         pairs = zip(tensors, sharded, strict=True)
-        return [BucketOptimizer(optimizer, one, sharded=part, kernel=kernel) for one, part in pairs]
+        make = partial(BucketOptimizer, optimizer, kernel=kernel, feeds_back=feeds_back)
+        return [make(one, sharded=part) for one, part in pairs]
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     held = [[(piece, tensor) for piece, tensor in one if id(piece.parameter) in stepped] for one in tensors]
     # Those that follow each other take turns, so that one sets out while the other is stepped.
     turns = [sum(sharded[:k]) % 2 if part else k % 2 for k, part in enumerate(sharded)]
     return [
-        BucketOptimizer(optimizer, one, sharded=part, copies=copies, kernel=kernel)
+        BucketOptimizer(optimizer, one, sharded=part, copies=copies, kernel=kernel, feeds_back=feeds_back)
         for one, part, copies in zip(held, sharded, host_copies(held, turns), strict=True)
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,17 +15,23 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fold3d.comms.consistency import agree, compare
+from fold3d.comms.consistency import agree, all_or_none, compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, GRAPH, ParallelConfig
 from fold3d.data_parallel.optimizer.kernel_checks import check_built
 from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
-from fold3d.engine.planning.agreed_recording import agreed_graph, agreed_layout
+from fold3d.engine.planning.agreed_recording import (
+    agreed_graph,
+    agreed_layout,
+    buckets_of,
+    layout_of,
+    parameters_of,
+    settings_of,
+)
 from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.shared import buckets_of, layout_of, parameters_of, settings_of
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
-from fold3d.errors import ConfigError, SplitError, TraceError
+from fold3d.errors import ConfigError, SplitError
 from fold3d.observe.announce import announce
 from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
@@ -34,8 +40,9 @@ from fold3d.plan.job import Job
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import needs_planner, unplanned
-from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.plan.strategy import Strategy
 from fold3d.recompute import Recompute
+from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import even_part
 from fold3d.stage.loss_run import NOT_CALLED, LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction
@@ -44,6 +51,7 @@ from fold3d.stage.rank_model import RankModel, begin_loss, record
 from fold3d.stage.recompute import check_patterns
 from fold3d.tensor_parallel.weight_reads import Reads
 from fold3d.topology import Topology
+from fold3d.trace import Trace
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.batches import part_of, samples_of
 from fold3d.trace.shadow import shared_shadows
@@ -125,8 +133,35 @@ class First:
     """Of its random numbers; None in an evaluation."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Recorded:
+    """What is known of the model before it is planned; the same on all ranks but for what is of this rank's batch."""
+
+    config: ParallelConfig
+    constraints: Constraints
+    example: Mapping[str, Any] | None
+    samples: planner.Samples = planner.UNKNOWN
+    begun: LossRun | None = None
+    read: frozenset[str] = frozenset()
+    """Weights that the loss function has read so far."""
+    recording: Trace | None = None
+    layout: Trace | None = None
+    whole: str = ""
+    """Why the model stays in one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Decided:
+    """What the planner, or nobody, has decided."""
+
+    strategy: Strategy
+    sharding: ShardingPlan | None
+    proposed: tuple[Job, Proposal] | None
+    forecast: TpForecast | None
+
+
 @shared_shadows()  # until RankModel changes the model, nobody does
-def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
+def cut_model(
     order: BuildRequest, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None
 ) -> CutModel:
     """Records the model, plans what is "auto", and cuts the model in place; all ranks of the job call.
@@ -137,73 +172,88 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
         first: with what work begins, if that is why the model is cut now. Its loss function goes on with the step.
     Raises: TraceError, ConfigError; RankError when another rank failed.
     """
-    model, config, constraints, topology = order.model, order.config, order.constraints, order.topology
-    turn_to = world.progress.turn_to
-    error: Exception | None = None
-    try:
+    with ExitStack() as undo:
+        recorded = _agreed(order, world, _record(order, world, example, first, undo))
+        recorded, decided = _decide(order, world, recorded)
+        made = _cut(order, world, recorded, decided, undo)
+        undo.pop_all()
+    return made
+
+
+def _record(
+    order: BuildRequest, world: WorldGroup, example: Mapping[str, Any] | None, first: First | None, undo: ExitStack
+) -> _Recorded:
+    """Returns what this rank has recorded of its micro-batch."""
+    model, config = order.model, order.config
+    inputs = example if first is None else first.inputs
+    with all_or_none(world):  # a rank that cannot read its files must not let the others wait
         check_folder(config)
         if order.weights is not None:
             check_weights(model, order.weights)
-    except Exception as own:  # a rank that cannot read its files must not let the others wait
-        error = own
-    samples, begun, read = planner.UNKNOWN, None, set[str]()
-    inputs = example if first is None else first.inputs
     if config.part_size is not None and inputs is not None:
         config, inputs = _divided(config, inputs, world)
         example = inputs if first is None else None
-    turn_to("recording the model")
-    if order.records and inputs is not None and error is None:
-        try:
+    world.progress.turn_to("recording the model")
+    found = _Recorded(config=config, constraints=order.constraints, example=example)
+    if not order.records:
+        return found
+    with all_or_none(world):
+        if inputs is not None:
             if first is not None:
                 reads = Reads(model)
-                with reads if topology.pp * topology.tp > 1 else nullcontext():
+                with reads if order.topology.pp * order.topology.tp > 1 else nullcontext():
                     begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
-                read = reads.parameters
+                undo.callback(begun.let_go)
+                found = replace(found, begun=begun, read=frozenset(reads.parameters))
                 example = _arguments(order, begun) if example is None else example
             if example is not None:
-                samples = _samples(order, inputs, example)
-        except Exception as own:
-            error = own
-    number = next(_numbers)
-    recording = proposed = strategy = sharding = None
-    whole = ""  # why the model stays in one piece
-    if order.records and error is None:
-        try:
-            found = record(model, config, example)
-            recording = None if found is None else found.under(config.tp)
-            if recording is not None and config.recompute != AUTO:
-                check_patterns(model, recording.blocks, Recompute.parse(config.recompute))
-        except Exception as own:
-            error = own
-    if config.partition == GRAPH and topology.dp > 1 and order.records:
-        agree(world, number, error)
+                found = replace(found, example=example, samples=_samples(order, inputs, example))
+        recording = record(model, config, example)
+        recording = None if recording is None else recording.under(config.tp)
+        if recording is not None and config.recompute != AUTO:
+            check_patterns(model, recording.blocks, Recompute.parse(config.recompute))
+    return replace(found, recording=recording, layout=recording)
+
+
+def _agreed(order: BuildRequest, world: WorldGroup, found: _Recorded) -> _Recorded:
+    """Returns the same with one choice of blocks, and one layout, on all ranks."""
+    recording, topology = found.recording, order.topology
+    if topology.world == 1 or not order.records:
+        return found
+    if found.config.partition == GRAPH and topology.dp > 1:
         assert recording is not None, "a graph is cut or refused"
-        try:
-            recording = agreed_graph(model, recording, world, example)
-        except TraceError as own:
-            error = own
-    layout = recording
-    if topology.world > 1 and order.records:
-        agree(world, number, error)
-        is_cut = topology.pp * (constraints.segments or 1) > 1
-        layout, whole = agreed_layout(model, recording, world, is_cut=is_cut)
-        if whole:
-            constraints = replace(constraints, segments=1)
-            if topology.rank == 0:
-                announce(logger, f"the model is not cut, segments=1: {whole}")
-        if layout is None:
-            recording = None
-        elif recording is not None and not whole:
-            recording = recording.placed_as(layout)
+        with all_or_none(world):
+            recording = agreed_graph(order.model, recording, world, found.example)
+    is_cut = topology.pp * (found.constraints.segments or 1) > 1
+    layout, whole = agreed_layout(order.model, recording, world, is_cut=is_cut)
+    constraints = found.constraints
+    if whole:
+        constraints = replace(constraints, segments=1)
+        if topology.rank == 0:
+            announce(logger, f"the model is not cut, segments=1: {whole}")
+    if layout is None:
+        recording = None
+    elif recording is not None and not whole:
+        recording = recording.placed_as(layout)
+    return replace(found, recording=recording, layout=layout, whole=whole, constraints=constraints)
+
+
+def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_Recorded, _Decided]:
+    """Plans what is "auto"; returns besides what was recorded, with the settings that are decided now."""
+    model, recording, layout, example = order.model, found.recording, found.layout, found.example
+    config, constraints, begun = found.config, found.constraints, found.begun
+    proposed: tuple[Job, Proposal] | None = None
+    strategy: Strategy | None = None
+    sharding: ShardingPlan | None = None
     if config.tp > 1:
-        turn_to("dividing the blocks")
+        world.progress.turn_to("dividing the blocks")
         assert recording is not None, "what has shards was recorded"
         sharding = planner.shard_alike(model, recording, config, world, example)
-    if order.plans and error is None:
-        turn_to("measuring layers")
+    if order.plans:
+        world.progress.turn_to("measuring layers")
         proposed = planner.plan_auto(
             *(model, recording, layout, config, constraints, world, order.device, example),
-            *(order.optimizer, order.autocast, number, sharding, samples),
+            *(order.optimizer, order.autocast, 0, sharding, found.samples),
             compiled=order.compile_options is not None,
         )
         if proposed is None:  # nothing can be cut
@@ -217,64 +267,51 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
             begun.let_go()
             begun = None
         config = replace(config, micro_batch_size=size, micro_batches=number_of)
-    ranges: Ranges = ((0, 0),)
-    forecast: TpForecast | None = None if proposed is None or sharding is None else forecast_of(*proposed)
-    try:
-        if error is not None:
-            raise error
-        if strategy is None and layout is not None:
-            ranges = tuple(split_ranges(layout, config.pp * (constraints.segments or 1)))
-    except Exception as own:
-        error = own
-    if sharding is not None:
-        agree(world, number, error)
-        assert recording is not None and layout is not None, "what has shards was recorded"
-        if strategy is None:
+    forecast = None if proposed is None or sharding is None else forecast_of(*proposed)
+    if strategy is None:
+        with all_or_none(world):
+            chunks = config.pp * (constraints.segments or 1)
+            ranges = ((0, 0),) if layout is None else tuple(split_ranges(layout, chunks))
+            strategy = unplanned(config, constraints, order.topology.dp, ranges)
+        if sharding is not None:
+            assert recording is not None and layout is not None, "what has shards was recorded"
             strategy, forecast = predict_tp_sync(
-                *(model, recording, layout, config, unplanned(config, constraints, topology.dp, ranges), world),
+                *(model, recording, layout, config, strategy, world),
                 *(order.device, example, order.autocast, sharding),
             )
+    if sharding is not None:
         warn_of_spread(forecast, world)
-    turn_to("cutting the model")
-    cut: RankModel | None = None
-    buckets: list[BucketSpec] = []
+    decided = _Decided(strategy=strategy, sharding=sharding, proposed=proposed, forecast=forecast)
+    return replace(found, config=config, constraints=constraints, begun=begun), decided
+
+
+def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Decided, undo: ExitStack) -> CutModel:
+    """Cuts the model in place, alike on all ranks."""
+    world.progress.turn_to("cutting the model")
+    model, config, strategy, sharding = order.model, found.config, decided.strategy, decided.sharding
+    proposed, layout = decided.proposed, found.layout
+    mine = None if found.whole else found.recording
     of_all = parameters_of(model) | {"max_grad_norm": repr(order.max_grad_norm)}
-    try:
-        if error is not None:
-            raise error
-        if strategy is None:
-            strategy = unplanned(config, constraints, topology.dp, ranges)
+    with all_or_none(world):
         refuse_without_effect(config, decided=proposed is not None and proposed[0].pool_is_elsewhere)
         check_pool(config, strategy, 0 if proposed is None else max(peak.pool for peak in proposed[1].peaks))
-        mine = None if whole else recording
-        prove_room(config, strategy, model, mine, example, order.device, order.autocast, sharding)
+        prove_room(config, strategy, model, mine, found.example, order.device, order.autocast, sharding)
         check_built(config.kernels, order.device)
         cut = RankModel(
-            *(model, config, strategy, topology, order.device, mine or layout, order.weights, sharding),
+            *(model, config, strategy, order.topology, order.device, mine or layout, order.weights, sharding),
             compile_options=order.compile_options,
             layout=layout,
         )
-        _refuse_cut_weights(model, read)
+        undo.callback(cut.remove)
+        _refuse_cut_weights(model, found.read)
         actions = Programs.of(strategy).compute(config.micro_batches).csv()
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
         of_all |= layout_of(layout, cut.placement, sharding)
-        least = strategy.bucket_bytes
-        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, cut.parts.rank)
-    except Exception as own:
-        error = own
-    try:
-        number = agree(world, number, error)
-        assert cut is not None
-        name = f"{compare(world, of_all, buckets_of(buckets, cut.parameters))}/{number}"
-    except BaseException:
-        if begun is not None:
-            begun.let_go()
-        if cut is not None:
-            cut.remove()
-        raise
-    assert cut is not None and strategy is not None
+        least, tp_rank = strategy.bucket_bytes, cut.parts.rank
+        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
+    number = agree(world, next(_numbers), None)
     # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
-    may_change = constraints.schedule is None and constraints.group_size is None
+    may_change = found.constraints.schedule is None and found.constraints.group_size is None
     return CutModel(
         cut=cut,
         config=config,
@@ -282,14 +319,14 @@ def cut_model(  # noqa: C901, PLR0915 (one long story of phases)
         buckets=tuple(buckets),
         proposed=proposed if may_change else None,
         planned=proposed,
-        overlap_limit=None if forecast is None else forecast.other,
-        name=name,
+        overlap_limit=None if decided.forecast is None else decided.forecast.other,
+        name=f"{compare(world, of_all, buckets_of(buckets, cut.parameters))}/{number}",
         autocast=order.autocast,
-        begun=begun,
+        begun=found.begun,
     )
 
 
-def _refuse_cut_weights(model: Module, read: set[str]) -> None:
+def _refuse_cut_weights(model: Module, read: frozenset[str]) -> None:
     """Raises: ConfigError where a loss function that has begun, with the whole model, has read of what is no longer
     whole."""
     for name in sorted(read):  # the same one on every rank
@@ -331,12 +368,8 @@ def _divided(
     """Returns the layout with as many micro-batches as parts run, and the example's first part; all ranks call."""
     size = config.part_size
     assert size is not None
-    parts, error = 1, None
-    try:
+    with all_or_none(world):
         parts = number_of_parts(example, size)
-    except ConfigError as own:
-        error = own
-    agree(world, 0, error)
     samples = samples_of(example)
     if parts > 1 and samples is not None:
         example = part_of(example, *even_part(samples, parts, 0), samples)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.consistency import agree, make_alike
 from fold3d.comms.groups import Groups
 from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
@@ -35,16 +35,14 @@ from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, size
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
-from fold3d.profile.copies import copy_bandwidth
 from fold3d.profile.layers import profile_model
-from fold3d.profile.network import ShardLink, probe_network, probe_shards
+from fold3d.profile.network import ShardLink, copy_bandwidth, probe_network, probe_shards
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.tp_sync import halves_factor, with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.stage.offload import room_for_pools
-from fold3d.tensor_parallel.alike import make_alike
 from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.trace import Trace
 from fold3d.trace.batches import synthetic_example
@@ -313,6 +311,8 @@ def propose(
         pool_limit=_pool_limit(config, world) if copied else config.pool_size,
         preempt=config.preempt,
         may_split=topology.tp == 1 and not compiled,
+        flush=config.flush,
+        delay_correction=config.delay_correction,
         action_seconds=ACTION_SECONDS,
         bucket_seconds=BUCKET_SECONDS,
         **copies,
@@ -321,7 +321,7 @@ def propose(
     world.progress.turn_to("planning")
     if topology.rank == 0:
         try:
-            chosen, proposal = _decide(job, config, constraints, lambda: _steps_parts(optimizer))
+            chosen, proposal = _decide(job, config, constraints, lambda: steps_parts(optimizer))
             _check_memory(chosen, proposal, config)
             announce(logger, proposal.table)
             found = proposal
@@ -387,7 +387,7 @@ def _pool_limit(config: ParallelConfig, world: WorldGroup) -> int:
     return least
 
 
-def _steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
+def steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
     be made of it, `DpSync.attach` finds out."""
     try:

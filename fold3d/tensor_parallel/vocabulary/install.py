@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,20 +78,15 @@ def install_vocabulary(model: nn.Module, vocabulary: Vocabulary, ops: RegionOps)
 
     Returns: what takes the forwards off again.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     for name, shard in vocabulary.embeddings.items():
         module = model.get_submodule(name)
         assert isinstance(module, nn.Embedding)
-        undo.append(wrap(module, parallel_lookup(module, Columns(shard, ops), module.forward)))
+        undo.callback(wrap(module, parallel_lookup(module, Columns(shard, ops), module.forward)))
     for name, shard in vocabulary.heads.items():
         module = model.get_submodule(name)
-        undo.append(wrap(module, _parallel_head(Columns(shard, ops), module.forward)))
-
-    def remove() -> None:
-        while undo:
-            undo.pop()()
-
-    return remove
+        undo.callback(wrap(module, _parallel_head(Columns(shard, ops), module.forward)))
+    return undo.close
 
 
 def _parallel_head(columns: Columns, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,12 @@ from fold3d.cluster.policies import Policy
 from fold3d.cluster.rounds import Rules
 from fold3d.cluster.slurm import commands, moves
 from fold3d.cluster.slurm.folder import Folder
-from tests.helpers.slurm import missing, slurm, until
+from tests.helpers.slurm import until
 
 pytest.importorskip("scipy", reason="policies need fold3d[cluster]")
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 TOY = Path(__file__).with_name("toy")
 FAIR, RULES = Policy(name="fair"), Rules(seconds=30.0)
-
-
-@pytest.fixture(scope="module")
-def _slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with slurm(tmp_path_factory.mktemp("slurm")):
-        yield
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _slurm: None) -> Iterator[Folder]:
-    monkeypatch.setenv("FOLD3D_CLUSTER", str(tmp_path / "folder"))
-    made = Folder()
-    yield made
-    for wish in made.wishes()[0]:
-        main(["cluster", "cancel", wish.name])
-    assert until(lambda: not commands.queue())
 
 
 def submit(tmp_path: Path, name: str, *arguments: object) -> Path:

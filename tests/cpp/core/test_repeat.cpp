@@ -74,5 +74,42 @@ TEST(Repeat, ListsWithAFlushHaveNothingOfTheStepBefore) {
   }
 }
 
+TEST(Repeat, OneByOneEachStageIsAsManyBehindAsStagesComeAfterIt) {
+  for (const int pp : {1, 2, 4, 7}) {
+    for (const int steps : {1, pp, 3 * pp + 1}) {
+      const std::vector<Schedule> lists = by_micro_batch(pp, steps);
+      ASSERT_EQ(lists.size(), static_cast<std::size_t>(steps + pp - 1));
+      for (int step = 0; step < steps + pp - 1; ++step) {
+        for (int stage = 0; stage < pp; ++stage) {
+          const auto& actions = lists[static_cast<std::size_t>(step)].ranks[static_cast<std::size_t>(stage)];
+          const int behind = step - (pp - 1 - stage);
+          const int backwards = behind >= 0 && behind < steps ? 1 : 0;
+          EXPECT_EQ(count(actions, Kind::kForward), step < steps ? 1 : 0);
+          EXPECT_EQ(count(actions, Kind::kBackward), backwards);
+          EXPECT_EQ(count(actions, Kind::kReduce), backwards);
+        }
+      }
+    }
+  }
+  EXPECT_THROW(by_micro_batch(0, 1), std::invalid_argument);
+  EXPECT_THROW(by_micro_batch(2, 0), std::invalid_argument);
+}
+
+TEST(Repeat, VersionsAreThoseOfTheDissertation) {
+  const Shape shape{4, 1, 4};
+  for (int stage = 0; stage < 4; ++stage) {
+    EXPECT_EQ(version_of(VersionRule::kStashing, shape, stage, 4), stage + 1);  // figure 2.8, input 5
+    EXPECT_EQ(version_of(VersionRule::kVerticalSync, shape, stage, 4), 1);
+    EXPECT_EQ(live_versions(VersionRule::kStashing, shape, stage), 4 - stage);
+    EXPECT_EQ(live_versions(VersionRule::kVerticalSync, shape, stage), 4);
+    EXPECT_EQ(live_versions(VersionRule::kTwo, shape, stage), 2);
+    for (int k = 0; k < 20; ++k) {
+      EXPECT_EQ(version_of(VersionRule::kTwo, shape, stage, k), std::max(k / 4 - 1, 0));
+    }
+  }
+  EXPECT_EQ(parse_version_rule("vertical_sync"), VersionRule::kVerticalSync);
+  EXPECT_THROW(parse_version_rule("naive"), std::invalid_argument);
+}
+
 }  // namespace
 }  // namespace fold3d::core

@@ -1,0 +1,155 @@
+"""The options of `fold3d plan` that describe a cluster: hosts, links, devices and what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fold3d.config import parse_bytes
+from fold3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fold3d.plan.hosts import Hosts
+
+DTYPES = ("float32", "bfloat16", "float16")
+_SUSTAINED = 0.45
+"""Of a device's peak, where nobody says: Narayanan et al. (2021) report 44 to 52 % for models of 39B to 1T on A100."""
+_PLANNED = 0.9
+"""Of a device's memory, as training plans with."""
+_OF_FILE = {
+    **dict.fromkeys(("hosts", "gpus_per_host"), int),
+    **dict.fromkeys(("link", "within", "memory", "memory_limit", "device"), str),
+    **dict.fromkeys(("tflops", "price", "copy_bandwidth"), float),
+}
+"""What a file may say, and of which type."""
+_DEFAULTS = {"bandwidth": 10.0, "latency": 50.0, "tflops": 50.0, "copy_bandwidth": 25.0}
+_LINK = re.compile(
+    r"(?P<rate>[\d.]+(e\d+)?)\s*(?P<prefix>[GMT])bit(/s)?\s*,\s*(?P<time>[\d.]+)\s*(?P<unit>us|ms)", re.I
+)
+
+
+def add(costs: Any) -> None:
+    """Adds them to the group of options that has --bandwidth and the like."""
+    costs.add_argument("--hosts", type=int, metavar="N", help="with --gpus-per-host instead of -w")
+    costs.add_argument(
+        "--link", metavar="GBIT,US", help="of a host to the others, all its GPUs together, such as 25Gbit,50us"
+    )
+    costs.add_argument("--within", metavar="GBIT,US", help="of a GPU to the others of its host, such as 2400Gbit,5us")
+    costs.add_argument("--device", metavar="NAME", help="such as A100-80GB: gives what is not said of a GPU")
+    costs.add_argument("--memory", metavar="SIZE", help="of a GPU, such as 80GB: nine tenths are the --memory-limit")
+    costs.add_argument("--price", type=float, metavar="P", help="of a GPU and hour: the cost of tokens is printed")
+    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group by their names")
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Makes the options complete. Sets `world_size`, the defaults of what is not said, `peak` (FLOPs per second of a
+    device in the dtype, None where it is not known) and `placement` (`Hosts`, None where links are said per process).
+
+    Raises: ConfigError for what makes no sense, or contradicts each other.
+    """
+    from fold3d.plan.hosts import Hosts, Link
+    from fold3d.profile.devices import KNOWN, known_device
+
+    if options.cluster is not None:
+        for name, value in _of_file(options.cluster).items():
+            target = "ranks_per_host" if name == "gpus_per_host" else name
+            if getattr(options, target) is None:  # the command line goes first
+                setattr(options, target, value)
+    device = None if options.device is None else known_device(options.device)
+    if options.device is not None and device is None:
+        raise ConfigError(f"--device is {options.device!r}; known are {', '.join(KNOWN)}; or say --tflops and --memory")
+    _count(options)
+    for one, other in (
+        ("link", "bandwidth"),
+        ("link", "latency"),
+        ("within", "tp_bandwidth"),
+        ("within", "tp_latency"),
+    ):
+        if getattr(options, one) is not None and getattr(options, other) is not None:
+            raise ConfigError(f"--{other.replace('_', '-')} contradicts --{one}; give one of them")
+    if options.memory is not None and options.memory_limit is not None:
+        raise ConfigError("--memory-limit contradicts --memory, nine tenths of which are the limit; give one of them")
+    options.peak = None if device is None else device.peak(options.dtype or DTYPES[0])
+    if device is not None:
+        memory = f"{device.memory}" if options.memory_limit is None else None
+        options.memory = memory if options.memory is None else options.memory
+        options.tflops = (
+            _SUSTAINED * device.peak(options.dtype or DTYPES[0]) / 1e12 if options.tflops is None else options.tflops
+        )
+        options.copy_bandwidth = device.pcie / 1e9 if options.copy_bandwidth is None else options.copy_bandwidth
+    if options.memory is not None:
+        options.memory_limit = int(_PLANNED * (parse_bytes("--memory", options.memory, 1) or 0))
+    by_host = options.hosts is not None or options.link is not None or options.within is not None
+    between = _link("--link", options.link) if options.link is not None else None
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.placement = None
+    if by_host:
+        if options.ranks_per_host is None:
+            raise ConfigError("--link and --within are of hosts: say how many GPUs each has, --gpus-per-host 8")
+        rate, time = between or (options.bandwidth * 1e9 / 8, options.latency / 1e6)
+        inside = _link("--within", options.within) if options.within is not None else None
+        fast = device.within if device is not None else (options.tp_bandwidth or 100.0) * 1e9 / 8
+        inside = inside or (fast, (options.tp_latency or 10.0) / 1e6)
+        options.placement = Hosts(per_host=options.ranks_per_host, between=Link(rate, time), within=Link(*inside))
+
+
+def words_of(options: argparse.Namespace) -> str:
+    """Returns what is planned for, in words."""
+    hosts: Hosts | None = options.placement
+    said = f"{options.world_size} processes, {options.tflops:g} TFLOP/s each"
+    if options.peak is not None:
+        said += f" of {options.peak / 1e12:g} in {options.dtype}"
+    if hosts is not None:
+        rates = [
+            f"{8 * link.bandwidth / 1e9:g} Gbit/s, {1e6 * link.latency:g} us" for link in (hosts.between, hosts.within)
+        ]
+        said += f"; {hosts.per_host} a host, between hosts {rates[0]}, within {rates[1]} each"
+    return said
+
+
+def _count(options: argparse.Namespace) -> None:
+    """Makes --hosts and --gpus-per-host the number of processes."""
+    if options.hosts is not None:
+        if options.ranks_per_host is None or options.hosts < 1 or options.ranks_per_host < 1:
+            raise ConfigError("--hosts takes a positive number, and --gpus-per-host another one")
+        count = options.hosts * options.ranks_per_host
+        if options.world_size not in (None, count):
+            raise ConfigError(
+                f"-w {options.world_size} contradicts --hosts * --gpus-per-host = {count}; give one of them"
+            )
+        options.world_size = count
+    if options.world_size is None:
+        raise ConfigError("say how many processes there are: -w 8, or --hosts 2 --gpus-per-host 4")
+
+
+def _link(name: str, text: str) -> tuple[float, float]:
+    """Returns bytes per second, and seconds."""
+    found = _LINK.fullmatch(text.strip())
+    rate = float(found["rate"]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found["prefix"].upper()] / 8 if found else 0.0
+    if found is None or not rate > 0:
+        raise ConfigError(f"{name} is {text!r}; it must be a bandwidth and a latency, such as 25Gbit,50us")
+    return rate, float(found["time"]) / {"us": 1e6, "ms": 1e3}[found["unit"].lower()]
+
+
+def _of_file(path: str) -> dict[str, Any]:
+    """Returns what a file says. Raises: ConfigError for one that cannot be read, and for what is no option."""
+    try:
+        text = Path(path).read_text()
+        content = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--cluster={path!r}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--cluster={path!r}: it must hold names and values, such as hosts = 8")
+    for name, value in content.items():
+        kind = _OF_FILE.get(name)
+        if kind is None:
+            raise ConfigError(f"--cluster={path!r}: {name!r} is none of {', '.join(_OF_FILE)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise ConfigError(f"--cluster={path!r}: {name} is {value!r}; it must be a {kind.__name__}")
+    return content

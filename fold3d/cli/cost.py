@@ -1,0 +1,197 @@
+"""`fold3d cost`: what a training costs on machines of several kinds, and which of them meets a deadline for least."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fold3d.cli import model_option
+from fold3d.cli.tables import columns
+from fold3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fold3d.cluster.cost import Offer, Plan, Terms
+
+_FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")
+_RESTART = 360.0
+"""Seconds, where nothing was measured."""
+_TIMES = {"": 1.0, "h": 1.0, "m": 1.0 / 60.0, "d": 24.0}
+_LONGEST = 1e6
+"""Hours."""
+
+
+def add(subcommands: Any) -> None:
+    """Adds the subcommand to the parser."""
+    made = subcommands.add_parser("cost", help="what a training costs on which machines", description=__doc__)
+    model_option.add(made)
+    made.add_argument("--tokens", type=float, required=True, metavar="N", help="to train on, such as 20e9")
+    made.add_argument("--devices", required=True, metavar="KIND:COUNT,..", help="to compare: a100-80:8,h100:16")
+    made.add_argument("--prices", required=True, metavar="FILE", help="CSV, a machine a line; docs/cost.md")
+    made.add_argument("--deadline", metavar="TIME", help="such as 48h, 90m, 3d; default: none")
+    made.add_argument("--rates", metavar="FILE", help="rates.json of an earlier run: measured in place of predicted")
+    plan = made.add_argument_group("what is planned for")
+    plan.add_argument("--global-samples", type=int, default=64, metavar="N", help="of a step, default 64")
+    plan.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a micro-batch, default 1")
+    plan.add_argument("--sample-tokens", type=int, metavar="N", help="default: the model's maximum, 2048 at most")
+    plan.add_argument(
+        "--efficiency", type=float, default=0.4, help="part of a GPU's peak that layers reach, default 0.4"
+    )
+    spot = made.add_argument_group("spot machines, where the prices have some")
+    spot.add_argument("--spot-up", type=float, default=8.0, metavar="HOURS", help="until one is lost, default 8")
+    spot.add_argument("--spot-down", type=float, default=2.0, metavar="HOURS", help="until there is another, default 2")
+    spot.add_argument(
+        "--restart", metavar="TIME", help="lost at each start; default: save and start of --rates, else 6m"
+    )
+    out = made.add_argument_group("output")
+    out.add_argument("--format", choices=_FORMATS, default="table", help="default table")
+    out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    out.add_argument("--script", metavar="WORDS", help='for sbatch and skypilot: "train.py --data x"; default train.py')
+    out.add_argument("--output", metavar="FOLDER", help="for these, the training's output_dir; default out")
+    made.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints what was asked for. Raises: ConfigError, TraceError."""
+    from fold3d.cli.machine_plans import MachinePlans
+    from fold3d.cluster import launch, prices
+    from fold3d.cluster.cost import offers
+    from fold3d.cluster.rates import Measured
+
+    _check(options)
+    machines = prices.choose(options.devices, prices.read(Path(options.prices)))
+    measured = Measured()
+    if options.rates is not None:
+        measured = Measured.read(Path(options.rates))
+        if not measured.rates:
+            raise ConfigError(f"--rates {options.rates} has no rates; leave it out, or name the file of a run")
+    terms = _terms(options, measured.save_seconds + measured.start_seconds or _RESTART)
+    known = MachinePlans(options)
+    plans = []
+    for machine in machines:
+        print(f"planning for {machine.name}", file=sys.stderr, flush=True)
+        plans.append(known.of(machine))
+    found = offers(plans, measured, terms)
+    if not found:
+        reasons = "\n".join(f"  {one.machine.name}: {one.reason}" for one in plans)
+        raise ConfigError(f"the model runs on none of --devices:\n{reasons}\nname others, or more of them")
+    command, output = shlex.split(options.script or "train.py"), options.output or "out"
+    if options.format == "table":
+        print(known.said)
+        print("\n".join(_table(found, plans, terms)))
+    elif options.format == "json":
+        print(json.dumps(_as_json(found, plans, terms), indent=2))
+    elif options.format == "sbatch":
+        print(launch.sbatch(found[0], command, output), end="")
+    elif options.format == "skypilot":
+        print(launch.skypilot(found, command, output), end="")
+    else:
+        print(launch.estimator(found, options.model, terms.tokens), end="")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises: ConfigError for a number that cannot be, or an option without effect."""
+    from fold3d.cluster.fields import Field
+
+    Field(options.tokens, "--tokens").number(above=0.0, most=1e18)
+    Field(options.efficiency, "--efficiency").number(above=0.0, most=1.0)
+    Field(options.spot_up, "--spot-up").number(above=0.0, most=_LONGEST, unit="in hours")
+    Field(options.spot_down, "--spot-down").number(most=_LONGEST, unit="in hours")
+    for name in ("global_samples", "batch", "sample_tokens"):
+        value = getattr(options, name)
+        if value is not None:
+            Field(value, f"--{name.replace('_', '-')}").whole(least=1)
+    if options.global_samples % options.batch:
+        raise ConfigError(f"--global-samples {options.global_samples} is not divisible by --batch {options.batch}")
+    for name in ("script", "output"):
+        if getattr(options, name) is not None and options.format not in ("sbatch", "skypilot"):
+            raise ConfigError(f"--{name} has no effect with --format {options.format}; it is for sbatch and skypilot")
+    if options.script is not None and not shlex.split(options.script):
+        raise ConfigError("--script is empty; name the training's script")
+
+
+def _terms(options: argparse.Namespace, restart_seconds: float) -> Terms:
+    from fold3d.cluster.cost import Terms
+
+    return Terms(
+        tokens=options.tokens,
+        deadline=math.inf if options.deadline is None else _hours("--deadline", options.deadline),
+        restart=restart_seconds / 3600.0 if options.restart is None else _hours("--restart", options.restart),
+        up=options.spot_up,
+        down=options.spot_down,
+    )
+
+
+def _hours(name: str, text: str) -> float:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)([hmd]?)", text)
+    hours = float(found[1]) * _TIMES[found[2]] if found else 0.0
+    if not 0.0 < hours <= _LONGEST:
+        raise ConfigError(f"{name} {text!r} is no time; write 48h, 90m or 3d")
+    return hours
+
+
+def _table(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> list[str]:
+    """Returns the lines: a row for each machine, who runs on none, and what is cheapest."""
+    names = list(dict.fromkeys(name for one in found for name in one.mixed))
+    head = ("devices", "plan", "tokens/s", "", "GB", "an hour", "10^9 tokens", "hours", "at worst", "on demand")
+    rows: list[tuple[str, ...]] = [(*head, *(f"spot, {name}" for name in names))]
+    for one in found:
+        mixed = (one.mixed.get(name) for name in names)
+        machine = one.plan.machine
+        rows.append(
+            (
+                machine.name,
+                one.plan.layout,
+                f"{one.known.rate:.4g} +- {one.known.error:.0%}",
+                "measured" if one.known.measured else "predicted",
+                f"{one.plan.memory_bytes / 1e9:.1f}",
+                f"{machine.price * machine.count:.2f}",
+                f"{one.dollars_per_1e9:.2f}",
+                f"{one.hours:.1f}",
+                f"{one.hours_at_worst:.1f}",
+                f"{one.dollars:.2f}",
+                *("" if mix is None else f"{mix.dollars:.2f}, {mix.late:.0%} late" for mix in mixed),
+            )
+        )
+    lines = columns(rows)
+    lines += [f"{one.machine.name}: {one.reason}" for one in plans if not one.rate]
+    first, (way, dollars) = found[0], found[0].best
+    until = f" by {terms.deadline:g} h" if math.isfinite(terms.deadline) else ""
+    if first.meets:
+        how = "on demand" if way == "on demand" else f"with spot machines by the rule {way}"
+        return [*lines, f"cheapest{until}: {first.plan.machine.name} {how}, {dollars:.2f}"]
+    best = f"{first.plan.machine.name} takes {first.hours:.1f} h, {first.hours_at_worst:.1f} h at worst"
+    return [*lines, f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"]
+
+
+def _as_json(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> dict[str, Any]:
+    rows = [
+        {
+            "devices": one.plan.machine.name,
+            "machine": asdict(one.plan.machine),
+            "plan": one.plan.layout,
+            "flags": one.plan.flags,
+            "memory_bytes": one.plan.memory_bytes,
+            "tokens_per_second": one.known.rate,
+            "error": one.known.error,
+            "source": "measured" if one.known.measured else "predicted",
+            "hours": one.hours,
+            "hours_at_worst": one.hours_at_worst,
+            "meets_deadline": one.meets,
+            "on_demand": one.dollars,
+            "per_1e9_tokens": one.dollars_per_1e9,
+            "spot": {name: asdict(mix) for name, mix in one.mixed.items()},
+            "cheapest_way": one.best[0],
+        }
+        for one in found
+    ]
+    told = {name: value if math.isfinite(value) else None for name, value in asdict(terms).items()}
+    refused = [{"devices": one.machine.name, "reason": one.reason} for one in plans if not one.rate]
+    return {"terms": told, "offers": rows, "refused": refused}

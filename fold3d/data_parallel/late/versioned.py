@@ -1,0 +1,117 @@
+"""Versioned, DP.sync of weights that have versions; Predicted, where gradients are those of weights to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from fold3d.data_parallel.bucket import Bucket
+from fold3d.data_parallel.dp_sync import DpSync
+from fold3d.data_parallel.gradient_states import State
+from fold3d.data_parallel.late.weight_versions import WeightVersions
+
+
+class Versioned(DpSync):
+    """Updates make new versions of weights in the memory of the oldest; between steps parameters have the newest."""
+
+    keeps_versions = False
+    """Whether the versions before the newest are part of what a state has: they do not follow from it."""
+
+    def __init__(self, *args: Any, versions: int = 2, **named: Any) -> None:
+        """Args: as DpSync's, and how many `versions` there are."""
+        super().__init__(*args, **named)
+        self._count = versions
+        self._versions: WeightVersions | None = None
+        self._are_alike = True  # no version but the newest counts any more
+
+    def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
+        """See `DpSync.attach`; weights have their versions from now on."""
+        self._versions = WeightVersions(self.buckets, self._count)
+        super().attach(optimizer, parts=parts)
+
+    @property
+    def versions(self) -> WeightVersions | None:
+        """The versions; None without an optimizer. Those before the newest may be out of date before `begin`."""
+        if self._versions is not None and self._are_alike:
+            self._versions.forget()
+            self._are_alike = False
+        return self._versions
+
+    def forget_versions(self) -> None:
+        """The weights of now, or those that are about to be loaded, are all there is."""
+        self._are_alike = True
+
+    def _make_room(self) -> None:
+        """The oldest version is the newest from now on, and the next update fills it."""
+        versions, optimizer = self._versions, self._optimizer
+        assert versions is not None and optimizer is not None
+        super().flush()
+        versions.turn()
+        for number, bucket in enumerate(self.buckets):
+            optimizer.point(bucket)
+            if self._plan.modes[number] == "zero1":
+                versions.fill(bucket)
+
+    def _open(self, bucket: Bucket) -> None:
+        if self._optimizer is not None and self._optimizer.is_postponed(bucket):
+            assert self._versions is not None
+            self._versions.fill(bucket)
+        super()._open(bucket)
+
+    def flush(self) -> None:
+        """See `DpSync.flush`: parameters have the newest weights until an action needs others."""
+        super().flush()
+        if self._versions is not None:
+            self._versions.point(self._versions.newest)
+
+
+class Predicted(Versioned):
+    """With late gradients: a step computes them on 2 W(t) - W(t-1), which is W(t+1) if updates are alike.
+
+    There they are taken. What evaluations, callbacks and checkpoints see is W(t).
+    """
+
+    keeps_versions = True
+
+    def __init__(self, *args: Any) -> None:
+        """Args: as DpSync's, with late gradients."""
+        super().__init__(*args)
+        self._changed: set[int] = set()  # buckets whose prediction is of the weights before
+
+    def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool = False) -> None:
+        """See `DpSync.begin`; parameters have the predicted weights until `end`."""
+        super().begin(micro_batches, chunks, whole=whole)
+        versions = self.versions
+        assert versions is not None
+        versions.point(versions.older(1))
+
+    def end(self) -> None:
+        """See `DpSync.end`."""
+        super().end()
+        assert self._versions is not None
+        self._versions.point(self._versions.newest)
+
+    def update(self, *, keeps: bool = True) -> None:
+        """See `DpSync.update`."""
+        assert self._late is not None and self._optimizer is not None
+        if self._states.has_gradients and self._late.settings is not None:
+            self._optimizer.check_unchanged()
+            self._make_room()
+            self._changed = {bucket.number for bucket in self.buckets}
+        super().update(keeps=keeps)
+
+    def _open(self, bucket: Bucket) -> None:
+        super()._open(bucket)
+        if bucket.number in self._changed:
+            assert self._versions is not None
+            self._versions.predict(bucket)
+            self._changed.discard(bucket.number)
+
+    def flush(self) -> None:
+        """See `Versioned.flush`; in the middle of a step parameters keep the weights that it computes on."""
+        if self._states.state is State.ACCUMULATING:
+            self._readiness.open_all()
+        else:
+            super().flush()
