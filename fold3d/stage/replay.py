@@ -278,8 +278,12 @@ class OwnBuffers:
         mode = (chunk, tuple(module.training for module in self._modules))
         compares = mode not in self._compared
         self._compared.add(mode)
-        every = [(n, name, one) for n, module in enumerate(self._modules) for name, one in module._buffers.items()]
-        every = [one for one in every if isinstance(one[2], Tensor) and not (one[2].is_meta or one[2].is_inference())]
+        every = [
+            (number, name, one)
+            for number, module in enumerate(self._modules)
+            for name, one in module._buffers.items()
+            if one is not None and not (one.is_meta or one.is_inference())
+        ]
         copies: dict[int, Tensor] = {}
         others: list[tuple[int, str, Tensor, int]] = []
         held: list[tuple[int, str, Tensor, Tensor]] = []
