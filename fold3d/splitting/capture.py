@@ -69,6 +69,8 @@ def capture(
     example: Mapping[str, Any],
     length: int = _LENGTH,
     shadow: nn.Module | None = None,
+    *,
+    pads: bool = True,
 ) -> dict[str, CapturedCall]:
     """Runs the model's own forward up to its last block, and returns how each block was called, by name.
 
@@ -78,11 +80,12 @@ def capture(
     Args:
         length: tokens that texts of the example are shortened to, where the model takes such.
         shadow: `skeleton_of` the model, whose blocks the calls have; None: a new one.
+        pads: whether a text has padding, where the model takes a mask, whatever the example says.
     Raises: TraceError when the forward fails, or puts other modules in the place of those in blocks.
     """
     shadow = skeleton_of(model, trace) if shadow is None else shadow
-    padded = _padded(shadow, example)
-    short, whole = _batch(padded, length), _batch(padded, None)
+    padded = _padded(shadow, example) if pads else dict(example)
+    short, whole = _batch(padded, length, pads=pads), _batch(padded, None, pads=pads)
     try:
         run = _CapturedRun(shadow, trace, example, short)
         calls = run(None)
@@ -258,7 +261,7 @@ def _padded(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
     return dict(example)
 
 
-def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+def _batch(example: Mapping[str, Any], length: int | None, *, pads: bool = True) -> dict[str, Any]:
     """Returns two samples of the example, with values, of sequences no longer than `length`."""
     tensors = [value for value in example.values() if isinstance(value, Tensor) and value.dim()]
     samples = tensors[0].shape[0] if tensors else 0
@@ -273,7 +276,7 @@ def _batch(example: Mapping[str, Any], length: int | None) -> dict[str, Any]:
             tensor = tensor[[k % samples for k in range(SAMPLES)]]
             if length is not None and tensor.dim() > 1 and texts and tensor.shape[1] == texts[0]:
                 tensor = tensor[:, :length]
-        if name == _MASK and tensor.dim() == 2:
+        if pads and name == _MASK and tensor.dim() == 2:
             tensor = tensor.clone()
             tensor[0, -1] = 0  # behind the text, so that each place still has one to look at
         return tensor

@@ -26,6 +26,8 @@ from fold3d.trace.wrappers import users_hooks
 
 _MOST = 8
 """Pairs of samples that are tried."""
+_LONG = 512
+"""Tokens of the longest sequences that are tried."""
 
 
 def prove_again(
@@ -33,8 +35,8 @@ def prove_again(
 ) -> str:
     """Proves the split of block `name` with what the model is called with now, and with its modules as they are now.
 
-    The block runs on two samples of a few tokens. Other samples, or the length, may decide which way its code takes: so
-    others are tried, and then whole sequences, until it takes the way that is to be proved.
+    The block runs on two samples of a few tokens. Other samples, padding, or the length, may decide which way its code
+    takes: so others are tried, and then longer sequences, until it takes the way that is to be proved.
 
     Args:
         model: with the forwards of `plan` on it, perhaps cut; it is not touched.
@@ -47,9 +49,9 @@ def prove_again(
     given = with_values(arguments, given)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), apart_from_caches(model):
         recorded = trace_call(model, list(trace.modules), given).under(plan.tp)
-        for part, length in _parts(given, odd_length(plan.tp) if plan.sequence else LENGTH + 1):
-            call = capture(model, recorded, part, length, skeleton_of(model, recorded))[name]
-            used = Used()
+        used = Used()
+        for part, length, pads in _parts(given, odd_length(plan.tp) if plan.sequence else LENGTH + 1):
+            call = capture(model, recorded, part, length, skeleton_of(model, recorded), pads=pads)[name]
             wrong = _wrong(call, plan, name, used)
             if wrong:
                 return f"divided, {wrong}"
@@ -59,12 +61,13 @@ def prove_again(
     return f"it changes {changed}, by which it decides" if changed else "copies of it do not take that way"
 
 
-def _parts(given: Mapping[str, Any], length: int) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yields arguments whose first two samples are to be run, and how many tokens of them."""
+def _parts(given: Mapping[str, Any], length: int) -> Iterator[tuple[Mapping[str, Any], int, bool]]:
+    """Yields arguments whose first two samples are to be run, how many tokens of them, and whether one is padded."""
     samples = samples_of(given) or 1
     for first in range(0, min(samples, 2 * _MOST), 2):
-        yield with_values(given, part_of(given, first, samples, samples)) if first else given, length
-    yield given, 1 << 40
+        part = with_values(given, part_of(given, first, samples, samples)) if first else given
+        yield from ((part, length, pads) for pads in (True, False))
+    yield from ((given, _LONG, pads) for pads in (True, False))
 
 
 def _wrong(call: CapturedCall, plan: ShardingPlan, name: str, used: Used) -> str:

@@ -208,12 +208,12 @@ class PipelineChunk:
                 with around:
                     sent, output = self._run(micro_batch, received)
                 if self._sharding is not None:
-                    self._sharding.ran(loss)
+                    self._sharding.ran(micro_batch)
                 if self._is_last:
                     with self._watched(micro_batch):
                         result = self._split.end(loss, output)
                     if self._sharding is not None:
-                        self._sharding.ran(loss)
+                        self._sharding.ran(micro_batch)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:

@@ -115,7 +115,7 @@ class OperatorChecks:
         """
         self._model, self._operators, self._prove = model, operators, prove
 
-    def check(self, loss: LossRun) -> None:
+    def check(self, loss: LossRun, *, trains: bool) -> None:
         """Looks at what has run with the micro-batch of `loss`. Raises: ConfigError."""
         for name, found, is_first in self._operators.take_new():
             if loss.call is None:
@@ -123,9 +123,10 @@ class OperatorChecks:
             else:
                 arguments = by_name(self._model, *loss.call).reading(loss.only_loss)
                 try:
-                    reason = self._prove(arguments, name, () if is_first else found.keys())
+                    # Before, devices and dtypes are what may differ; an evaluation may keep caches that no copy has.
+                    reason = self._prove(arguments, name, () if is_first or not trains else found.keys())
                 except Exception as error:  # whatever a model's code does in a copy
-                    reason = f"it cannot be run by itself: {type(error).__name__}: {error}"
+                    reason = "" if is_first else f"it cannot be run by itself: {type(error).__name__}: {error}"
             if reason:
                 last = ", ".join(dict.fromkeys(found.values()))
                 raise ConfigError(
@@ -185,12 +186,12 @@ class ShardedChunk:
         """Around the loss function's code. Raises: ConfigError, in it, where that reads parts of weights."""
         return self._reads.watched()
 
-    def ran(self, loss: LossRun) -> None:
+    def ran(self, micro_batch: MicroBatch) -> None:
         """The model's forward has run, or more of the loss function's code.
 
         Raises: ConfigError when a block took a way for which its division does not hold.
         """
-        self._operators.check(loss)
+        self._operators.check(micro_batch.loss, trains=micro_batch.trains)
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns what the chunk before returned, of what this rank received of it."""

@@ -19,7 +19,7 @@ from fold3d.sharding.shard import Shard, indices_of
 from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult, Path, TensorSlice
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
-from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d
+from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d, without_caches
 from fold3d.tensor_parallel.random_draws import ShardRandom
 from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
@@ -122,7 +122,7 @@ def install(
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
                 sequence = BlockSequence(block, parted, length, ops, calls)
-            watch = None if operators is None or not split.groups else operators.watch(name)
+            watch = None if operators is None else operators.watch(name)
             undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
             inner = InnerParts(block, name, rank, ops, sequence)
             for one in (split if parted is None else parted).inner:
@@ -262,6 +262,7 @@ class _Installer:
                 with contextlib.ExitStack() as drawing:
                     if operators is not None:
                         drawing.enter_context(operators.around())
+                        drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
                         drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from fold3d._C import NumberSet, OperatorRun, pause_operators, swap_operator_run
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.sharding.split import BlockSplit
 from fold3d.torch_private import in_backward
+from fold3d.trace.arguments import caches_in
 
 Operators = dict[int, str]
 """Sequences of operators that follow each other, each with the name of its last one."""
@@ -74,12 +76,18 @@ def of_fold3d() -> Iterator[None]:
         pause_operators(before)
 
 
-@dataclass(slots=True)
-class _Class:
-    """Blocks that are divided alike."""
-
-    known: NumberSet = field(default_factory=NumberSet)
-    has_run: bool = False
+@contextmanager
+def without_caches(call: Any) -> Iterator[None]:
+    """What the body does to transformers' caches among the arguments of a call are no operators of the user's: it is
+    proved without them, since in training nobody reads them."""
+    caches = [cache for one in tree_leaves(call) for cache in caches_in(one)]
+    for cache in caches:
+        vars(cache)["update"] = of_fold3d()(cache.update)
+    try:
+        yield
+    finally:
+        for cache in caches:
+            vars(cache).pop("update", None)
 
 
 class BlockOperators:
@@ -93,7 +101,9 @@ class BlockOperators:
 
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
-        self._classes: dict[int, _Class] = {}
+        self._known: dict[int, NumberSet] = {}
+        """Of blocks that are divided alike, by the identity of their split."""
+        self._have_run: set[int] = set()
         self._new: dict[str, Operators] = {}
 
     def watch(self, name: str) -> OperatorWatch:
@@ -102,26 +112,24 @@ class BlockOperators:
         def note(found: Operators) -> None:
             self._new.setdefault(name, {}).update(found)
 
-        return OperatorWatch(self._class_of(name).known, note)
+        return OperatorWatch(self._known_of(name), note)
 
     def take_new(self) -> Iterator[tuple[str, Operators, bool]]:
         """Yields the name of each block that has run what was not proved, what that is, and whether no block like it
         had run before. What was yielded is known when the next one is asked for."""
         new, self._new = self._new, {}
         for name, noted in new.items():
-            one = self._class_of(name)
-            found = {sequence: last for sequence, last in noted.items() if sequence not in one.known}
-            if found and (one.has_run or not found.keys() <= self._proved_of(name)):
-                yield name, found, not one.has_run
+            known, has_run = self._known_of(name), id(self._plan.blocks[name]) in self._have_run
+            found = {sequence: last for sequence, last in noted.items() if sequence not in known}
+            if found and (has_run or not found.keys() <= self._proved_of(name)):
+                yield name, found, not has_run
             for sequence in found:
-                one.known.add(sequence)
-        for name in new:
-            self._class_of(name).has_run = True
+                known.add(sequence)
+        self._have_run |= {id(self._plan.blocks[name]) for name in new}
 
     def _proved_of(self, name: str) -> set[int]:
         shared = self._plan.sequence.get(name)
         return set(self._plan.blocks[name].operators if shared is None else shared.operators)
 
-    def _class_of(self, name: str) -> _Class:
-        split: BlockSplit = self._plan.blocks[name]
-        return self._classes.setdefault(id(split), _Class())
+    def _known_of(self, name: str) -> NumberSet:
+        return self._known.setdefault(id(self._plan.blocks[name]), NumberSet())

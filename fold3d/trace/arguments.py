@@ -138,6 +138,14 @@ def cached_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     return max((int(cache.get_seq_length(number)) for cache in caches for number in numbers), default=0)
 
 
+def caches_in(value: Any) -> list[Any]:
+    """Returns `value`, if it is one of transformers' caches, and those that it holds."""
+    types = _cache_types()
+    if not types or not isinstance(value, types):
+        return []
+    return [value, *(one for one in vars(value).values() if isinstance(one, types))]
+
+
 def _cache_types() -> tuple[type, ...]:
     if "transformers" not in sys.modules:  # a model of it would have imported it
         return ()

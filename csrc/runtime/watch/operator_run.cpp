@@ -91,8 +91,12 @@ const char* of_functions() {  // autograd's own functions have no schema; what t
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& call) {
   OperatorRun* const run = t_run.get();
   if (run == nullptr) return nullptr;
+  ++run->level;
+  if (run->outermost != 0) return nullptr;
   const char* const key = call.overload_name();
-  if (key == of_functions() || run->depth++ > 0 || run->paused) return nullptr;
+  if (key == of_functions()) return nullptr;
+  run->outermost = run->level;
+  if (run->paused) return nullptr;
   auto found = t_operators.find(key);
   if (found == t_operators.end()) found = t_operators.emplace(key, described(call)).first;
   const Operator& op = found->second;
@@ -106,9 +110,11 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& call) {
   return nullptr;
 }
 
-void ends(const at::RecordFunction& call, at::ObserverContext*) {
+void ends(const at::RecordFunction&, at::ObserverContext*) {
   OperatorRun* const run = t_run.get();
-  if (run != nullptr && call.overload_name() != of_functions() && run->depth > 0) --run->depth;
+  if (run == nullptr || run->level == 0) return;
+  if (run->outermost == run->level) run->outermost = 0;
+  --run->level;
 }
 
 }  // namespace

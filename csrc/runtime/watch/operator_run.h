@@ -39,7 +39,8 @@ class OperatorRun {
   /// Sequences that are not known, and the name of the last operator of each, in the order in which they came.
   const std::vector<std::pair<std::uint64_t, std::string>>& unknown() const { return unknown_; }
 
-  int depth = 0;        ///< of operators that call operators
+  int level = 0;        ///< calls under way, of operators and of autograd's own functions
+  int outermost = 0;    ///< level of the operator that calls the others; 0: none runs
   bool paused = false;  ///< what runs is fold3d's own
 
  private:
