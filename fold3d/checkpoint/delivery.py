@@ -191,7 +191,10 @@ class Writer:
         if location.file not in self._open:
             # Not for reading: clients of NFS write whole pages of files that they read, others' bytes among them.
             self._open[location.file] = os.open(self._folder / location.file, os.O_WRONLY)
-        write_box(self._open[location.file], location.begin, whole, starts, data)
+        try:
+            write_box(self._open[location.file], location.begin, whole, starts, data)
+        except OSError as error:  # of a descriptor, which does not say whose
+            raise OSError(error.errno, error.strerror, str(self._folder / location.file)) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:

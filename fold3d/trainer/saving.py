@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils import logging as hf_logging
 
 from fold3d.checkpoint import (
@@ -622,6 +622,9 @@ class CheckpointingTrainer(transformers.Trainer):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
                 remove_mark(Path(str(self.args.output_dir)))
+                if self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint:
+                    Path(str(self.args.output_dir)).mkdir(parents=True, exist_ok=True)
+                    tempfile.TemporaryFile(dir=self.args.output_dir).close()  # raises where nothing can be written
 
     @property
     def _world(self) -> dist.ProcessGroup | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -97,3 +98,9 @@ def test_other_shape(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         load(zeros(), tmp_path)
+
+
+def test_a_disk_without_room_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("os.pwrite", side_effect=full), pytest.raises(OSError, match=r"device: .*model\.safetensors"):
+        save(TENSORS, WeightsFiles(tmp_path))

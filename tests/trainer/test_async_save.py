@@ -144,3 +144,20 @@ def test_what_is_done_is_not_trained_again(tmp_path: Path, more: dict[str, Any])
     done, again = (run_fold3d(job, {"segments": 2, "gradient_delay": 1}) for _ in range(2))
     assert again.column("step")[-1] == done.column("step")[-1]
     assert all(torch.equal(weight, done.weights[name]) for name, weight in again.weights.items())
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    class Full(Variant):
+        def trainer(self, base: type[Any]) -> type[Any]:
+            class Trainer(base):  # type: ignore[misc]
+                def training_step(self, *args: Any, **named: Any) -> Any:
+                    raise AssertionError("a step has begun")
+
+            return Trainer
+
+    error = OSError(30, "Read-only file system", str(tmp_path))
+    with (
+        mock.patch("fold3d.trainer.saving.tempfile.TemporaryFile", side_effect=error),
+        pytest.raises(OSError, match="Read-only"),
+    ):
+        run_fold3d(Job(str(tmp_path), variant=Full(), arguments=SAVING), {})
