@@ -160,6 +160,22 @@ class Search {
       const bool fits = entry.group->fastest() != nullptr;
       if (!fits && entry.group->job().memory_limit) entry.group->spare_most(cutoff_ns);
     };
+    // Of jobs of which the plainest plan, with all blocks computed again, does not fit, hardly another one does.
+    std::vector<Entry*> plainest;
+    std::vector<bool> has_one(jobs_.size(), false), fits_job(jobs_.size(), false);
+    for (Entry* entry : possible) {
+      if (!entry->group->job().memory_limit || entry->group->splits() || has_one[entry->job]) continue;
+      if (entry->group->order().name != "1f1b" && !space_.segments && space_.schedule.empty()) continue;
+      has_one[entry->job] = true;
+      plainest.push_back(entry);
+    }
+    in_rounds("looking for what fits", plainest, kRound, kLook, [](Entry& entry, std::int64_t) {
+      entry.group->look(kNever);
+      if (entry.group->fastest() == nullptr) entry.group->spare_most(kNever);
+    });
+    for (const Entry* entry : plainest) fits_job[entry->job] = entry->group->fastest() != nullptr;
+    std::stable_partition(possible.begin(), possible.end(),
+                          [&](const Entry* entry) { return !has_one[entry->job] || fits_job[entry->job]; });
     in_rounds("looking", possible, kRound, kLook, one_look);
     // What needs least is told where nothing fits.
     if (best_ns_ != kNever) others.clear();
