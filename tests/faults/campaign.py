@@ -304,8 +304,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Faults",
         "",
-        f"{len(rows)} cases: each is a training of six steps on two or four processes, of which one has a fault.",
-        f"{sum(row['good'] for row in rows)} ended as they must (`python -m tests.faults.campaign --write`):",
+        "Each case is a training of six steps on two or four processes, of which one has a fault.",
+        f"Of {len(cases())} cases {len(rows)} have run here (`python -m tests.faults.campaign --write`), and",
+        f"{sum(row['good'] for row in rows)} ended as they must:",
         "",
         "- Every process that lives ends with an error that names the reason or the process.",
         "- No process, shared memory or temporary file is left, and checkpoints are complete.",
