@@ -39,6 +39,8 @@ LIMIT = 120.0
 LOOK_S = 0.05
 NAP = 1.0
 """Seconds for which a rank is stopped that goes on."""
+LEAVES_S = 20.0
+"""Seconds in which processes end whose parent has ended."""
 PAGE = Path(__file__).parents[2] / "docs/evidence/faults.md"
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -105,7 +107,7 @@ def run(folder: Path, layout: str, case: Case | None, timeout: float) -> Ended:
         processes.append(process)
     ends = _wait(processes, case, folder)
     codes = [process.exitcode if rank in ends else None for rank, process in enumerate(processes)]
-    left = [f"process {line}" for rank, process in enumerate(processes) if rank in ends for line in _session(process)]
+    left = _left([process for rank, process in enumerate(processes) if rank in ends])
     for process in processes:
         for pid in [*_session(process), process.pid]:
             with contextlib.suppress(ProcessLookupError):
@@ -116,6 +118,16 @@ def run(folder: Path, layout: str, case: Case | None, timeout: float) -> Ended:
         left += [f"temporary file {path.name}" for path in (folder / "tmp").iterdir()]
     texts = [log.read_text(errors="replace") if log.exists() else "" for log in _logs(folder, world)]
     return Ended(codes, texts, [ends.get(rank, time.monotonic()) for rank in range(world)], left)
+
+
+def _left(ended: list[BaseProcess]) -> list[str]:
+    """Returns what processes have left that ended: those of a data loader look for their parent every five seconds."""
+    deadline = time.monotonic() + LEAVES_S
+    while True:
+        left = [f"process {pid}" for process in ended for pid in _session(process)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(LOOK_S)
 
 
 def _logs(folder: Path, world: int) -> list[Path]:
