@@ -74,6 +74,7 @@ def _serve(folder: str, rank: int, world: int, port: int, case: Case | None, lay
     os.environ.update(call.rank_environment(rank, world, port) | {"OMP_NUM_THREADS": "1", "TMPDIR": f"{folder}/tmp"})
     os.environ.update({"FOLD3D_CACHE": "off", "HF_HUB_OFFLINE": "1"})
     tempfile.tempdir = None
+    multiprocessing.set_start_method("fork", force=True)  # as in a script; here it would be that of this process
     code = 0
     try:
         from tests.faults.training import train
