@@ -115,6 +115,10 @@ def run(options: argparse.Namespace) -> None:
             "--pp, or lower --batch"
         )
     print(proposal.table)
+    more = ["--flush False"] if options.no_flush else []
+    more += [] if options.delay_correction == "none" else [f"--delay_correction {options.delay_correction}"]
+    if more:
+        print(f"  and with {' '.join(more)}")
     print(f"strategy: {proposal.strategy}")
     for line in _against_rivals(options, job, proposal, whole):
         print(line)
