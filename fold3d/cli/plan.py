@@ -140,6 +140,10 @@ def run(options: argparse.Namespace) -> None:
         print(line)
     print(proposal.table)
     print(f"  with the mesh: {planned.mesh_flags} and the above")
+    more = ["--flush False"] if options.no_flush else []
+    more += [] if options.delay_correction == "none" else [f"--delay_correction {options.delay_correction}"]
+    if more:
+        print(f"  and with {' '.join(more)}")
     print(f"strategy: {proposal.strategy}")
     print(planned.speed.words())
     for line in _against_rivals(options, job, proposal, whole):

@@ -86,6 +86,7 @@ class MicroBatchFlow:
         self._topology, self._pipeline, self._sync = topology, pipeline, sync
         self._recorder, self._progress = recorder, progress
         self._lists = functools.cache(lambda steps: schedules.by_micro_batch(topology.pp, steps))
+        self._numbers = topology.pp  # of micro-batches, which come again and again
         self._steps = 0  # since the last drain
         self._values: deque[Tensor] = deque()  # of micro-batches whose backwards are to come
         self._loss: Tensor | None = None  # of those of which a drain has told
@@ -105,29 +106,27 @@ class MicroBatchFlow:
         Returns: the replica's loss of the micro-batch pp before it, fp64 scalar, on each of its ranks; after a drain
             also that of those which it has ended.
         """
-        pp = self._topology.pp
         step, self._steps = self._steps, self._steps + 1
-        alike, number, brings = self._alike(step), self._topology.place_of(step), self._backward_of(step) >= 0
+        alike, number, brings = self._alike(step), step % self._numbers, self._backward_of(step) >= 0
         self._sync.begin_slice(number, brings=brings)
         losses = self._run(self._lists(alike + 1)[alike], micro_batches, number, goes_on=step > 0, is_left=True)
         self._values.append(self._pipeline.shares_of(losses, micro_batches))
         if brings:
             self._sync.end_slice(self._values.popleft())
         # By now all stages have done the backward of micro-batch step - pp: nobody waits for another rank's step.
-        if step >= pp:
+        if step >= self._numbers:
             self._tell()
         return self.take_loss()
 
     def drain(self) -> None:
         """Runs the backwards that are left, each with its update."""
-        count, pp = self._steps, self._topology.pp
+        count, alike, rest = self._steps, self._alike(self._steps), self._numbers - 1
         if not count:
             return
-        alike = self._alike(count)
-        for more in range(pp - 1):
+        for more in range(rest):
             brings = 0 <= self._backward_of(count + more) < count
             self._sync.begin_slice(None, brings=brings)
-            self._run(self._lists(alike)[alike + more], (), 0, goes_on=True, is_left=more < pp - 2)
+            self._run(self._lists(alike)[alike + more], (), 0, goes_on=True, is_left=more + 1 < rest)
             if brings:
                 self._sync.end_slice(self._values.popleft())
                 self._sync.update()
@@ -142,9 +141,8 @@ class MicroBatchFlow:
         return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
 
     def _alike(self, step: int) -> int:
-        """Returns the first step whose list is that of this one: they repeat once the pipeline is full."""
-        pp = self._topology.pp
-        return step if step < pp else pp + self._topology.place_of(step)
+        """Returns the first step, or number of steps, with the same lists: once the pipeline is full they repeat."""
+        return step if step < 2 * self._numbers else self._numbers + step % self._numbers
 
     def _backward_of(self, step: int) -> int:
         return step - (self._topology.pp - 1 - self._topology.pp_rank)

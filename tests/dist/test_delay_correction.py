@@ -83,7 +83,6 @@ KINDS: dict[str, tuple[type[LateAdamW], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_are_the_recursion(ranks: RankPool, name: str, family: str) -> None:

@@ -33,8 +33,8 @@ class Chunk {
   virtual std::vector<at::Tensor> recompute(int micro_batch, std::vector<at::Tensor> inputs,
                                             std::vector<at::Tensor> kept) = 0;
 
-  /// In steps without a flush, before each action: it is of this micro-batch, and of this step or the step before, whose
-  /// weights it takes.
+  /// In steps without a flush, before each action: it is of this micro-batch, and of this step or the step before,
+  /// whose weights it takes.
   virtual void turn_to(int micro_batch, bool step_before) = 0;
 
   /// The chunk's last backward of the step is done: hand over for summation what was not handed over before.
