@@ -5,8 +5,8 @@
 
 Trains a GPT-2 in float32 (with the defaults 1.0 GB of weights, 3.0 GB with AdamW's state) on dp * pp processes of this
 machine, with dp_sync="zero1", and saves after every second step. Seconds are the longest that a process was in the
-Trainer's saving; "written" what it handed to the file system; "sent" what went over the loopback, on all processes
-together; memory how much more than before the save a process had at most.
+Trainer's saving, and those that its training thread computed there; "written" what it handed to the file system; "sent"
+what went over the loopback, on all processes together; memory how much more than before the save a process had at most.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Watch(TrainerCallback):
 
     def __init__(self) -> None:
         self.stopped: dict[int, float] = {}
+        self.computed: dict[int, float] = {}
         self.until_complete: dict[int, float] = {}
         self.steps: dict[int, float] = {}
         self.written: list[int] = []
@@ -77,13 +78,14 @@ class Watch(TrainerCallback):
                 self._memory, self._bytes = of_process("status", "VmRSS"), of_process("io", "wchar")
                 self._loopback = over_loopback()
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            started, self._depth = time.perf_counter(), self._depth + 1
+            started, self._depth = (time.perf_counter(), time.thread_time()), self._depth + 1
             try:
                 return method(*arguments, **named)
             finally:
                 self._depth -= 1
-                seconds = 0.0 if self._depth else time.perf_counter() - started  # else it is counted outside
-                self.stopped[self._step] = self.stopped.get(self._step, 0.0) + seconds
+                if not self._depth:  # else it is counted outside
+                    self.stopped[self._step] = self.stopped.get(self._step, 0.0) + time.perf_counter() - started[0]
+                    self.computed[self._step] = self.computed.get(self._step, 0.0) + time.thread_time() - started[1]
 
         return timed
 
@@ -110,6 +112,8 @@ def work(options: argparse.Namespace, folder: str) -> Watch:
         output_dir=folder,
         dp=options.dp,
         pp=options.pp,
+        segments=1,
+        schedule="1f1b",
         dp_sync="zero1",
         use_cpu=True,
         max_steps=options.steps,
@@ -155,6 +159,7 @@ def main() -> None:
         {
             "step": step,
             "stopped_s": round(max(watch.stopped[step] for watch in watches), 3),
+            "computed_s": round(max(watch.computed[step] for watch in watches), 3),
             "until_complete_s": round(max(watch.until_complete[step] for watch in watches), 3),
             "written_mb": [round(watch.written[number] / 1e6, 1) for watch in watches],
             "sent_mb": round(max(watch.sent[number] for watch in watches) / 1e6, 1),

@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Parameter]], Optimizer], tuple[float,
     "AdamW": (partial(AdamW, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1), (0.002, 0.006, 0.02)),
 }
 """Name -> what makes it, and its peak rates."""
-VOCABULARY, LENGTH, ROWS, WARM_UP, HELD_BACK = 1024, 64, 8, 20, 64
+VOCABULARY, LENGTH, ROWS, WARM_UP, HELD_BACK = 512, 48, 8, 20, 64
 
 
 def sequences() -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def train(
 
     torch.manual_seed(seed)
     config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=2, vocab_size=VOCABULARY, n_positions=LENGTH, use_cache=False,
+        n_layer=2, n_embd=48, n_head=2, vocab_size=VOCABULARY, n_positions=LENGTH, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)

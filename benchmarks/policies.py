@@ -171,7 +171,7 @@ def deadline() -> None:
     print(f"uniform progress costs {mean(ratios):.3f} of greedy on average, {min(ratios):.2f} to {max(ratios):.2f}")
 
 
-SLEEPERS = ((300, 0.0), (150, 0.0), (200, 0.0), (100, 10.0), (250, 10.0), (120, 20.0))
+SLEEPERS = ((600, 0.0), (300, 0.0), (400, 0.0), (200, 20.0), (500, 20.0), (240, 40.0))
 """Steps of the jobs on Slurm, and seconds after which they come."""
 STEP = {"a100": 0.1, "t4": 0.3}
 """Seconds of a step."""
@@ -180,11 +180,11 @@ STEP = {"a100": 0.1, "t4": 0.3}
 def on_slurm(options: argparse.Namespace) -> None:
     """Prints when six jobs that sleep are done on a real Slurm of this machine, and in the simulator.
 
-    Three places, of two GPUs each; rounds of 10 seconds. Needs root and Debian's packages (tests/helpers/slurm.py).
+    Three places, of two GPUs each; rounds of 20 seconds. Needs root and Debian's packages (tests/helpers/slurm.py).
     """
     from tests.helpers.slurm import slurm
 
-    rules, cluster = Rules(seconds=10.0), Cluster.parse("a100:2,t4:4")
+    rules, cluster = Rules(seconds=20.0), Cluster.parse("a100:2,t4:4")
     toy = Path(__file__).parents[1] / "tests" / "cluster" / "slurm" / "toy"
     with tempfile.TemporaryDirectory() as name, slurm(Path(name) / "slurm"):
         place = Path(name)

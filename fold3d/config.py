@@ -501,8 +501,9 @@ class ParallelConfig:
         return self.weight_versions != "2bw"
 
     def _check_without_flush(self) -> None:
-        if self.schedule == AUTO:
-            object.__setattr__(self, "schedule", "1f1b")
+        for name, only in (("schedule", "1f1b"), ("segments", 1)):
+            if getattr(self, name) == AUTO:
+                object.__setattr__(self, name, only)
         needed: dict[str, tuple[Any, ...]] = {
             "gradient_delay": (1,),
             "schedule": ("1f1b",),

@@ -187,6 +187,10 @@ class Topology:
         """The stage that activations come from, round the ring."""
         return (self.pp_rank - 1) % self.pp
 
+    def place_of(self, micro_batch: int) -> int:
+        """Returns which of the pp places a micro-batch has in a pipeline that does not run empty."""
+        return micro_batch % self.pp
+
     def chunks(self, segments: int) -> Sequence[int]:
         """Returns the chunks of this rank."""
         return chunks_of(self.pp_rank, segments * self.pp, self.pp, self.style)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,33 @@ from torch._C import _autograd
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import _CheckpointFrame, detach_variable
 
+T = TypeVar("T")
+
 
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that tensors have in common which share memory; its own of a sparse one, whose parts have the
     memory. When that is freed, another may get the number."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+class StorageLabels(Generic[T]):
+    """A label for each memory, which all tensors that share it have, for as long as it lives: torch keeps one object of
+    it. A sparse tensor has none, as its parts have the memory."""
+
+    def __init__(self) -> None:
+        self._labels: weakref.WeakKeyDictionary[torch.UntypedStorage, T] = weakref.WeakKeyDictionary()
+
+    def __setitem__(self, tensor: Tensor, label: T) -> None:
+        if tensor.layout == torch.strided:
+            self._labels[tensor.untyped_storage()] = label
+
+    def get(self, tensor: Tensor) -> T | None:
+        """Returns the label; None where there is none."""
+        return self._labels.get(tensor.untyped_storage()) if tensor.layout == torch.strided else None
+
+    def values(self) -> list[T]:
+        """Returns the labels of all that lives."""
+        return list(self._labels.values())
 
 
 def in_backward() -> bool:
@@ -110,6 +132,14 @@ def is_called_by_detach_variable(depth: int) -> bool:
     """Returns whether the function `depth` calls above this one is that by which a reentrant checkpoint detaches what
     it is given."""
     return sys._getframe(depth).f_code is detach_variable.__code__
+
+
+# -- version counters --
+
+
+def set_version_counts(counts: Mapping[Tensor, int]) -> None:
+    """Sets the numbers of writes by which a backward notices that a tensor was written since its graph saved it."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(counts), tuple(counts.values()))
 
 
 # -- the order of a backward --

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, detach_variab
 
 from fold3d.torch_private import (
     Depth,
+    StorageLabels,
     checkpoint_around,
     follows_operations,
     functions_around,
@@ -26,6 +27,7 @@ from fold3d.torch_private import (
     run_again_within,
     saving_hook,
     set_place_in_backward,
+    set_version_counts,
     storage_key,
     take_modes_off,
     try_latest_code_first,
@@ -39,6 +41,17 @@ def test_views_share_memory_and_copies_do_not() -> None:
     assert storage_key(x) == storage_key(x[1:].t()) != storage_key(x.clone())
     sparse = x.to_sparse()
     assert storage_key(sparse) == id(sparse)
+
+
+def test_a_label_is_that_of_all_tensors_of_a_memory_and_goes_with_it() -> None:
+    labels, x = StorageLabels[int](), torch.ones(4, 3)
+    labels[x], labels[x.to_sparse()] = 1, 2
+    view = x[1:].t()
+    del x
+    assert labels.get(view) == 1 and labels.get(view.clone()) is None and labels.get(view.to_sparse()) is None
+    assert labels.values() == [1]
+    del view
+    assert labels.values() == []
 
 
 def test_a_backward_is_told_from_what_lies_around_it() -> None:
@@ -161,6 +174,19 @@ def test_nodes_of_a_graph_run_by_their_numbers() -> None:
     set_place_in_backward(second, place_in_backward(first) - 1)
     (one + other).backward()
     assert order == ["other", "one", "one", "other"]
+
+
+def test_a_backward_does_not_notice_a_write_whose_count_is_taken_back() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    result = (weight * weight).sum()
+    before = weight._version
+    with torch.no_grad():
+        weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward(retain_graph=True)
+    set_version_counts({weight: before})
+    result.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [6, 6]
 
 
 class Functions(TorchFunctionMode):

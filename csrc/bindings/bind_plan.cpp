@@ -354,8 +354,8 @@ void bind_search(py::module_& module) {
           py::arg("job"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "search_plans",
-      [](const std::vector<PlanJob>& jobs, const PlanSpace& space,
-         std::optional<std::int64_t> beat_ns, int threads, const std::function<void(const PlanProgress&)>& progress) {
+      [](const std::vector<PlanJob>& jobs, const PlanSpace& space, std::optional<std::int64_t> beat_ns, int threads,
+         const std::function<void(const PlanProgress&)>& progress) {
         core::SearchOptions options{.beat_ns = beat_ns.value_or(core::kNever),
                                     .each = on_threads(threads),
                                     .progress = [&progress](const PlanProgress& state) {
@@ -366,8 +366,7 @@ void bind_search(py::module_& module) {
         const py::gil_scoped_release free;
         return core::search_plans(jobs, space, options);
       },
-      py::arg("jobs"), py::arg("space"), py::kw_only(), py::arg("beat_ns"), py::arg("threads"),
-      py::arg("progress"));
+      py::arg("jobs"), py::arg("space"), py::kw_only(), py::arg("beat_ns"), py::arg("threads"), py::arg("progress"));
 }
 
 }  // namespace

@@ -9,7 +9,8 @@ from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_st
 from fold3d.checkpoint.late_gradients import LateGradientsFile, LateGradientsFiles
 from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
 from fold3d.checkpoint.regions import regions_of
-from fold3d.checkpoint.weights import WeightsFiles, load_weights
+from fold3d.checkpoint.torch_file import reading
+from fold3d.checkpoint.weights import WeightsFiles, load_weights, remove_unfinished
 
 __all__ = [
     "Background",
@@ -27,8 +28,10 @@ __all__ = [
     "load_adapters",
     "load_weights",
     "manifest",
+    "reading",
     "regions_of",
     "remove_stale",
+    "remove_unfinished",
     "sees_folder",
     "together",
     "write_all",

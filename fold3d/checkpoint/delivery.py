@@ -245,11 +245,13 @@ def sees_folder(folder: Path, world: WorldGroup, patience: float) -> bool:
             token.touch()
         except OSError as failure:
             token, error = None, failure
-    name = world.share(None if token is None else token.name, timeout=patience)
-    seen = torch.tensor(name is not None and (folder / name).is_file())
-    world.all_reduce(seen, torch.logical_and, timeout=patience)
-    if token is not None:
-        token.unlink()
+    try:
+        name = world.share(None if token is None else token.name, timeout=patience)
+        seen = torch.tensor(name is not None and (folder / name).is_file())
+        world.all_reduce(seen, torch.logical_and, timeout=patience)
+    finally:
+        if token is not None:
+            token.unlink()
     if error is not None:
         raise error
     return bool(seen)

@@ -17,7 +17,8 @@ from fold3d.errors import CheckpointError
 
 NAME = "fold3d.json"
 _VERSION = 1
-_STATE = "trainer_state.json"
+_STEPS = {NAME: "step_index", "trainer_state.json": "global_step"}
+"""Files that say how many steps are done, the surer one first, and the key of it."""
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
 """A PeftModel has adapters instead, here or in folders named after them."""
@@ -57,10 +58,10 @@ def write(
 
 def step_index(folder: Path) -> int:
     """Returns the engine's step index at the time of saving: global_step where the stock Trainer wrote."""
-    for name, key in ((NAME, "step_index"), (_STATE, "global_step")):
+    for name, key in _STEPS.items():
         if (folder / name).is_file():
             return int(_load(folder / name)[key])
-    raise CheckpointError(f"{folder} has neither {NAME} nor {_STATE}: it is not a Trainer checkpoint")
+    raise CheckpointError(f"{folder} has neither {' nor '.join(_STEPS)}: it is not a Trainer checkpoint")
 
 
 def batch(folder: Path) -> int | None:
@@ -135,7 +136,9 @@ def _in_present(folder: Path) -> str | None:
         if path.suffix == ".safetensors":
             problem = safetensors_file.defect(path)
         elif path.suffix == ".json":
-            _parsed(path)
+            content, key = _parsed(path), _STEPS.get(path.name)
+            if key is not None and not (isinstance(content, dict) and isinstance(content.get(key), int)):
+                problem = f"{path.name} does not say {key}"
         elif not zipfile.is_zipfile(path):
             # torch.save writes a zip archive, its table of contents at the end: gone when the file is cut.
             problem = f"{path.name} ({path.stat().st_size} bytes) is no complete torch file"

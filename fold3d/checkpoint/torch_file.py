@@ -19,6 +19,17 @@ from fold3d.checkpoint.regions import box_of, read_box
 from fold3d.errors import CheckpointError
 
 
+@contextlib.contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Raises CheckpointError for whatever torch says of a damaged file, or of one of the folder, in the body."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # of a pickle with a wrong byte there is no end of kinds
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
 class TorchFile:
     """What `torch.save` wrote, in its zip format, open until the end of the context.
 
@@ -29,11 +40,8 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            with FakeTensorMode():
-                self.content: Any = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with reading(path), FakeTensorMode():
+            self.content: Any = torch.load(path, map_location="cpu", weights_only=True)
         self._descriptor = -1
 
     @contextlib.contextmanager

@@ -54,6 +54,7 @@ class WeightsFiles:
             shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=self._max_shard_size
         )
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
         if self._prepare is not None:
             self._prepare()
         self._made = list(split.filename_to_tensors)
@@ -81,6 +82,12 @@ class WeightsFiles:
         for path in [self.folder / FILE, *self.folder.glob("model-?????-of-?????.safetensors")]:
             if path.name not in self._made:
                 path.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes weight files that a save which failed, or was killed, has not completed."""
+    for path in folder.glob(f"model*.safetensors{_FILLING}"):
+        path.unlink(missing_ok=True)
 
 
 def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, parts: Parts | None = None) -> None:

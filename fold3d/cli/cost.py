@@ -19,6 +19,8 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.cluster.cost import Offer, Plan, Terms
+    from fold3d.cluster.prices import Machine
+    from fold3d.cluster.rates import Measured
 
 _FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")
 _RESTART = 360.0
@@ -70,8 +72,7 @@ def run(options: argparse.Namespace) -> None:
     measured = Measured()
     if options.rates is not None:
         measured = Measured.read(Path(options.rates))
-        if not measured.rates:
-            raise ConfigError(f"--rates {options.rates} has no rates; leave it out, or name the file of a run")
+        _check_rates(options.rates, measured, machines)
     terms = _terms(options, measured.save_seconds + measured.start_seconds or _RESTART)
     known = MachinePlans(options)
     plans = []
@@ -88,6 +89,8 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_table(found, plans, terms)))
     elif options.format == "json":
         print(json.dumps(_as_json(found, plans, terms), indent=2))
+    elif not found[0].meets:
+        raise ConfigError(_verdict(found[0], terms))
     elif options.format == "sbatch":
         print(launch.sbatch(found[0], command, output), end="")
     elif options.format == "skypilot":
@@ -115,6 +118,16 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} has no effect with --format {options.format}; it is for sbatch and skypilot")
     if options.script is not None and not shlex.split(options.script):
         raise ConfigError("--script is empty; name the training's script")
+
+
+def _check_rates(path: str, measured: Measured, machines: Sequence[Machine]) -> None:
+    """Raises: ConfigError for measurements that would have no effect."""
+    seen = {(one.kind, one.gpus) for one in measured.rates}
+    if not seen & {(one.device, one.all_gpus) for one in machines}:
+        has = ", ".join(f"{kind}:{gpus}" for kind, gpus in sorted(seen)) or "nothing"
+        raise ConfigError(
+            f"--rates {path} has measured {has}, none of which is in --devices; add it there, or leave it out"
+        )
 
 
 def _terms(options: argparse.Namespace, restart_seconds: float) -> Terms:
@@ -162,13 +175,18 @@ def _table(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> list[
         )
     lines = columns(rows)
     lines += [f"{one.machine.name}: {one.reason}" for one in plans if not one.rate]
-    first, (way, dollars) = found[0], found[0].best
+    return [*lines, _verdict(found[0], terms)]
+
+
+def _verdict(first: Offer, terms: Terms) -> str:
+    """Returns what is cheapest, or that nothing is in time."""
+    way, dollars = first.best
     until = f" by {terms.deadline:g} h" if math.isfinite(terms.deadline) else ""
     if first.meets:
         how = "on demand" if way == "on demand" else f"with spot machines by the rule {way}"
-        return [*lines, f"cheapest{until}: {first.plan.machine.name} {how}, {dollars:.2f}"]
+        return f"cheapest{until}: {first.plan.machine.name} {how}, {dollars:.2f}"
     best = f"{first.plan.machine.name} takes {first.hours:.1f} h, {first.hours_at_worst:.1f} h at worst"
-    return [*lines, f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"]
+    return f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"
 
 
 def _as_json(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> dict[str, Any]:

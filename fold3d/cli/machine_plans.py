@@ -23,6 +23,8 @@ _FLOPS = 1e12
 """Per second, of the device whose times are scaled to others'."""
 _FREE = 0.9
 """The part of a GPU's memory that a training can use: the rest is CUDA's, NCCL's, and gaps between allocations."""
+_LENGTH = 2048
+"""Tokens of a sample where nobody has said them and the model takes more."""
 _LATENCY_WITHIN, _LATENCY_BETWEEN = 10e-6, 50e-6
 """Seconds of a message."""
 
@@ -38,11 +40,17 @@ class MachinePlans:
         """
         from fold3d.profile.layers import assumed_profile
         from fold3d.trace import trace
+        from fold3d.trace.batches import is_transformers_model
 
+        model: Any
         model, example = model_option.load(options)
         if example is None or set(example) != {"input_ids"}:
             raise ConfigError(f"{options.model!r} is no model whose input is input_ids alone: tokens cannot be counted")
-        length = options.sample_tokens or _length(model)
+        text = model.config.get_text_config() if is_transformers_model(model) else None
+        most = getattr(text, "max_position_embeddings", None)
+        length = options.sample_tokens or min(most or _LENGTH, _LENGTH)
+        if most is not None and length > most:
+            raise ConfigError(f"--sample-tokens is {length}; the model takes {most} at most")
         ids = example["input_ids"][:1, :1].expand(options.batch, length)
         self._model, self._example, self._options = model, {"input_ids": ids}, options
         self._trace = trace(model, blocks=options.blocks, partition=options.partition, example=self._example, chunks=1)
@@ -137,12 +145,6 @@ class MachinePlans:
             shard = of_a_shard(self._whole, self._trace, sharding, shapes, layers)
             self._profiles[tp] = with_tp_sync(shard, model, self._trace, sharding, example)
         return self._profiles[tp]
-
-
-def _length(model: Any) -> int:
-    """Returns the tokens of a sample where nobody has said them: the most that the model takes, 2048 at most."""
-    text = model.config.get_text_config() if hasattr(model, "config") else None
-    return int(min(getattr(text, "max_position_embeddings", None) or 2048, 2048))
 
 
 def _at_speed(profile: Profile, flops: float) -> Profile:

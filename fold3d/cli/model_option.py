@@ -90,23 +90,9 @@ def is_file(options: argparse.Namespace) -> bool:
 
 def dtype_of(options: argparse.Namespace) -> str | None:
     """Returns the name of the dtype that a configuration has; None where it says nothing."""
-    if not is_file(options):
-        return None
-    from transformers import PretrainedConfig
+    from fold3d.trace.from_config import dtype_of_config
 
-    try:
-        found, _ = PretrainedConfig.get_config_dict(options.model)
-    except (OSError, ValueError):  # which loading says better
-        return None
-    dtype = found.get("dtype") or found.get("torch_dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def most_tokens(model: nn.Module) -> int | None:
-    """Returns how many positions a transformers model has; None where its configuration does not say."""
-    text = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    return dtype_of_config(options.model) if is_file(options) else None
 
 
 def describe(model: nn.Module) -> str:

@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.memory.changes import predicted_curves
     from fold3d.plan.space.registry import KNOBS, constrained
 
+    _say(f"reading {options.model}")
     _settle(options)
     if options.no_flush:  # nothing else goes without one
         vars(options).update(schedule=options.schedule or "1f1b", segments=options.segments or "1")
@@ -282,6 +283,12 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> _Planned:
         return _Planned(job=job, proposal=proposal, layers=layers, options=options, tried=tried, tables=[table])
 
 
+def _say(text: str) -> None:
+    """Says on a terminal what takes a while; who reads standard error otherwise looks for errors there."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 class _Teller:
     """Prints now and then how far a long search is, and the best so far: lines of standard error."""
 
@@ -300,7 +307,7 @@ class _Teller:
         if job >= 0:
             name = name_of(state.best.segments, state.best.schedule, state.best.group_size or None, state.best.kind)
             best = f"best so far {state.best_ns / 1e6:.1f} ms a step, {self._meshes[job].name}: {name}"
-        print(f"{state.doing}: {state.simulated} plans simulated; {best}", file=sys.stderr, flush=True)
+        _say(f"{state.doing}: {state.simulated} plans simulated; {best}")
 
 
 def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Planned:
@@ -546,6 +553,7 @@ class _Layers:
         if tp not in self._profiles:
             model, example = self._model, self.example
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            _say(f"dividing blocks among {tp} ranks")
             try:
                 sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
             except ConfigError as error:
@@ -565,11 +573,13 @@ def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.
     """Returns the example with as many samples and tokens as the options say."""
     import torch
 
+    from fold3d.trace.batches import most_tokens
+
     tokens = options.tokens
     if tokens is not None and (tokens < 1 or not set(example) <= {"input_ids", "decoder_input_ids"}):
         raise ConfigError(f"--tokens={tokens} takes a positive number and a model whose input is input_ids")
     if tokens is None and model_option.is_file(options) and set(example) == {"input_ids"}:
-        tokens = min(_MOST_TOKENS, model_option.most_tokens(model) or example["input_ids"].shape[1])
+        tokens = min(_MOST_TOKENS, most_tokens(model) or example["input_ids"].shape[1])
     made: dict[str, Any] = {}
     for name, value in example.items():
         if tokens is not None:

@@ -50,9 +50,9 @@ def skypilot(offers: Sequence[Offer], command: Sequence[str], output: str) -> st
             if price is not None:
                 said = f"accelerators: {machine.accelerator}:{machine.gpus}, use_spot: {is_spot}{infra}"
                 entries.append((offer.hours * price, f"    - {{{said}}}"))
-    cases = "\n".join(
-        f"    *{one.plan.machine.device.split('-')[0].upper()}*) FLAGS={shlex.quote(one.plan.flags)} ;;" for one in mine
-    )
+    # As the driver calls them, the longest first: *A100*80* is also *A100*, and *L40S* also *L4*.
+    names = sorted(((f"*{one.plan.machine.device.upper().replace('-', '*')}*", one) for one in mine), key=_by_length)
+    cases = "\n".join(f"    {name}) FLAGS={shlex.quote(one.plan.flags)} ;;" for name, one in names)
     node = '--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK"'
     return f"""# Written by fold3d cost. sky jobs launch FILE
 num_nodes: {count}
@@ -65,6 +65,7 @@ resources:
 run: |
   case "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)" in
 {cases}
+    *) echo "no plan for this GPU" >&2; exit 1 ;;
   esac
   STATUS=0
   torchrun {node} --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE" \\
@@ -74,6 +75,10 @@ run: |
   if [ -e {shlex.quote(output)}/preempted.json ]; then exit {PREEMPTED}; fi
   exit $STATUS
 """
+
+
+def _by_length(case: tuple[str, Offer]) -> int:
+    return -len(case[0])
 
 
 def estimator(offers: Sequence[Offer], model: str, tokens: float) -> str:

@@ -43,9 +43,7 @@ from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import held
-from fold3d.data_parallel.optimizer.kernel_checks import check_steps
-from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.data_parallel.optimizer.settings import compare_settings
+from fold3d.data_parallel.optimizer.separable import check_separable, check_steps, compare_settings
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
 from fold3d.data_parallel.tied_buckets import TiedBuckets

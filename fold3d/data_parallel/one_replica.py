@@ -16,9 +16,7 @@ from fold3d.data_parallel import gradients
 from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
-from fold3d.data_parallel.optimizer.kernel_checks import check_steps
-from fold3d.data_parallel.optimizer.separable import check_separable
-from fold3d.data_parallel.optimizer.settings import compare_settings
+from fold3d.data_parallel.optimizer.separable import check_separable, check_steps, compare_settings
 from fold3d.stage.rank_model import RankModel
 
 

@@ -249,12 +249,14 @@ def _gradient_sync(model: CutModel, supervisor: Supervisor, links: Links) -> DpS
         with supervisor.together("waiting for the weights of the last step"):
             made.settle()
 
+    made: DpSync  # which `read` finds
     given = (cut, groups, config, links.rings, schedule, links.clock, read)
     if config.updates_each_micro_batch:
         versions = _C.live_versions(config.weight_versions, topology.pp, topology.pp_rank)
         if topology.rank == 0:
             _announce_versions(model, topology.pp, versions)
-        return EachMicroBatch(*given, versions=versions)
+        made = EachMicroBatch(*given, versions=versions)
+        return made
     kind = Predicted if config.delay_correction == "predict" else DpSync if config.flush else WithoutFlush
     made = kind(*given)
     if config.gradient_delay and topology.rank == 0:

@@ -249,6 +249,10 @@ class Engine(state.WholeState):
             begun = self._build(None, First(inputs=dict(inputs), function=function, key=key))
         return self._built(), None if begun is None else begun.for_the_step()
 
+    def build(self) -> None:
+        """Cuts the model, if no step has done so, and runs what waits for it (`on_build`); all ranks call."""
+        self._built()
+
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
 

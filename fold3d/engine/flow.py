@@ -107,8 +107,7 @@ class MicroBatchFlow:
         """
         pp = self._topology.pp
         step, self._steps = self._steps, self._steps + 1
-        alike = step if step < 2 * pp else pp + step % pp
-        number, brings = step % pp, self._backward_of(step) >= 0
+        alike, number, brings = self._alike(step), self._topology.place_of(step), self._backward_of(step) >= 0
         self._sync.begin_slice(number, brings=brings)
         losses = self._run(self._lists(alike + 1)[alike], micro_batches, number, goes_on=step > 0, is_left=True)
         self._values.append(self._pipeline.shares_of(losses, micro_batches))
@@ -124,7 +123,7 @@ class MicroBatchFlow:
         count, pp = self._steps, self._topology.pp
         if not count:
             return
-        alike = count if count < 2 * pp else pp + count % pp
+        alike = self._alike(count)
         for more in range(pp - 1):
             brings = 0 <= self._backward_of(count + more) < count
             self._sync.begin_slice(None, brings=brings)
@@ -141,6 +140,11 @@ class MicroBatchFlow:
         """Returns the losses of which this rank has been told since the last call, added up; else 0."""
         loss, self._loss = self._loss, None
         return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
+
+    def _alike(self, step: int) -> int:
+        """Returns the first step whose list is that of this one: they repeat once the pipeline is full."""
+        pp = self._topology.pp
+        return step if step < pp else pp + self._topology.place_of(step)
 
     def _backward_of(self, step: int) -> int:
         return step - (self._topology.pp - 1 - self._topology.pp_rank)

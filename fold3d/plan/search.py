@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from fold3d import _C
 from fold3d import schedule as schedules
@@ -417,8 +418,12 @@ def decide_jobs(
     """Returns what `decide` would of each of several jobs, as `search_jobs`."""
     if constraints.dp_sync is not None:
         return search_jobs(jobs, constraints, progress=progress)
-    found = search_jobs(jobs, replace(constraints, dp_sync="early"), progress=progress)
-    asking = [number for number, one in enumerate(found) if jobs[number].dp > 1 and _asks_for_zero1(one)]
+    early = replace(constraints, dp_sync="early")
+    found = search_jobs(jobs, early, progress=progress)
+    best_ms = min((one.best.step_ns / 1e6 for one in found if one.best is not None and one.fits), default=inf)
+    # Of those that lost by bounds nobody knows whether memory, which zero1 needs less of, was the reason.
+    lost = {n for n, one in enumerate(found) if jobs[n].dp > 1 and _may_have_lost_by_memory(one, best_ms)}
+    asking = [n for n, one in enumerate(found) if n in lost or (jobs[n].dp > 1 and _asks_for_zero1(one))]
     if not asking or not steps_parts():
         return found
     fitting = [
@@ -436,7 +441,21 @@ def decide_jobs(
     for number, one in zip(asking, again, strict=True):
         if one.winner is not None:
             found[number] = one
+    while lost:
+        known = {n: one.best.step_ns for n, one in enumerate(found) if one.best is not None and one.fits}
+        best = min(known, key=lambda n: known[n], default=-1)
+        if best not in lost:
+            break
+        lost.remove(best)
+        alone = search_jobs([jobs[best]], early, progress=progress)[0]
+        if alone.winner is not None and not _asks_for_zero1(alone):
+            found[best] = alone
     return found
+
+
+def _may_have_lost_by_memory(found: Found, best_ms: float) -> bool:
+    limited = found.job.memory_limit is not None
+    return limited and found.winner is None and not found.cannot and found.least_ms < best_ms
 
 
 def _asks_for_zero1(found: Found) -> bool:

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fold3d.plan.costs import Inside
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.recompute import Choice, Recompute
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.torch_private import storage_key
+from fold3d.torch_private import StorageLabels, storage_key
 from fold3d.trace import Trace
 from fold3d.trace.repeated import Twins
 from fold3d.trace.shadow import one_sequence_a_row, shadow_of, without_values
@@ -57,48 +58,44 @@ class ShardedTensors:
         """
         self._tp = 1 if sharding is None else sharding.tp
         self._shares_sequence = sharding is not None and bool(sharding.sequence)
-        self._weights: dict[int, int] = {}  # storage -> the dimension along which it is spread
-        self._parts: set[int] = set()
+        self._weights = StorageLabels[int]()  # the dimension along which it is spread
+        self._parts = StorageLabels[bool]()  # whether it is a part
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shard = None if sharding is None else sharding.shard_of(name)
             if shard is not None and all(shard.length(rank) < shard.size for rank in range(shard.ranks)):
-                self._weights[storage_key(parameter)] = shard.dim
+                self._weights[parameter] = shard.dim
 
-    def bytes_of(self, name: str, operands: Sequence[Tensor], key: int, size: int, in_block: bool) -> int:
-        """Returns how many bytes of a new storage a rank has.
+    def bytes_of(self, name: str, operands: Sequence[Tensor], made: Tensor, in_block: bool) -> int:
+        """Returns how many bytes of a new memory a rank has.
 
         Args:
             name: of the operation that made it.
             operands: its tensors.
-            key, size: of the storage, whole.
+            made: its result, whole.
             in_block: whether a block is under way, or its backward.
         """
+        size = made.untyped_storage().nbytes()
         if self._tp == 1:
             return size
-        keys = {storage_key(tensor) for tensor in operands}
-        weights = keys & self._weights.keys()
-        if weights and weights == keys:  # of another dtype, say
-            self._weights[key] = self._weights[next(iter(weights))]
+        dims = [self._weights.get(tensor) for tensor in operands]
+        spread = [dim for dim in dims if dim is not None]
+        if spread and len(spread) == len(dims):  # of another dtype, say
+            self._weights[made] = spread[0]
             return size // self._tp
-        is_part = bool(keys & self._parts)
-        if name == _LOOKUP and weights:
-            is_part = self._weights[next(iter(weights))] != 0  # else the ranks' entries are summed
-        elif weights:
+        is_part = any(map(self._parts.get, operands))
+        if name == _LOOKUP and spread:
+            is_part = spread[0] != 0  # else the ranks' entries are summed
+        elif spread:
             is_part = not (is_part and name in _PRODUCTS)
-        if is_part:
-            self._parts.add(key)
-        else:
-            self._parts.discard(key)  # of a storage that has gone
+        self._parts[made] = is_part
         return size // self._tp if is_part or (in_block and self._shares_sequence) else size
 
-    def gathered(self, name: str, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Returns the storages that ranks gather for this operation, where they share the sequence; and their bytes."""
+    def gathered(self, name: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Returns which tensors ranks gather for this operation, where they share the sequence."""
         if not self._shares_sequence or name not in _PRODUCTS:
             return []
-        if not self._weights.keys() & {storage_key(tensor) for tensor in operands}:
-            return []
-        others = [tensor for tensor in operands if storage_key(tensor) not in self._weights]
-        return [(storage_key(t), t.untyped_storage().nbytes()) for t in others if storage_key(t) not in self._parts]
+        others = [tensor for tensor in operands if self._weights.get(tensor) is None]
+        return [one for one in others if not self._parts.get(one)] if len(others) < len(operands) else []
 
 
 def layer_bytes(
@@ -153,6 +150,25 @@ def _roots(returned: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+@dataclass(slots=True)
+class _Made:
+    """Memory that an operation has made."""
+
+    layer: int
+    bytes: int
+    is_handed_on: bool = False
+    """Whether its layer hands it on."""
+
+    def grow(self, size: int) -> int:
+        """It takes at least so many bytes; returns how many are new."""
+        before, self.bytes = self.bytes, max(self.bytes, size)
+        return self.bytes - before
+
+    def hand_on(self, layer: int) -> None:
+        """This layer hands it on."""
+        self.is_handed_on |= layer == self.layer
+
+
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations make, by the layer that is under way."""
 
@@ -160,46 +176,41 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._parts = parts
         self._live = 0
-        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> layer that made it, bytes
+        self._made = StorageLabels[_Made]()
         self._layer, self._backward = 0, False
         self._start = [0] * layers  # bytes when its forward begins
         self._forward, self._back = [0] * layers, [0] * layers  # most while it is under way
-        self._outputs: list[set[int]] = [set() for _ in range(layers)]
-        self._kept: dict[int, tuple[int, int]] = {}
+        self._kept: list[_Made] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
         tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
         name = func.overloadpacket.__name__
-        for key, size in self._parts.gathered(name, tensors):
-            self._whole(key, size)
+        for tensor in self._parts.gathered(name, tensors):
+            self._whole(tensor)
         for leaf in filter(has_memory, tree_leaves(result)):
-            storage = leaf.untyped_storage()
-            key = storage_key(leaf)
-            if key in self._sizes:
+            if self._made.get(leaf) is not None:
                 continue
             if given is None:
                 given = set(map(storage_key, tensors))
-            if key in given:  # changed in place, or a view, of what was there before
+            if storage_key(leaf) in given:  # changed in place, or a view, of what was there before
                 continue
             in_block = 0 < self._layer < len(self._start) - 1
-            size = self._parts.bytes_of(name, tensors, key, storage.nbytes(), in_block)
-            self._sizes[key] = self._layer, size
-            self._live += size
-            weakref.finalize(storage, self._freed, key)
+            made = self._made[leaf] = _Made(self._layer, self._parts.bytes_of(name, tensors, leaf, in_block))
+            self._live += made.bytes
+            weakref.finalize(leaf.untyped_storage(), self._freed, made)
         self._note()
         return result
 
-    def _whole(self, key: int, size: int) -> None:
-        """All of a storage is there."""
-        if key in self._sizes:
-            layer, before = self._sizes[key]
-            self._sizes[key] = layer, max(before, size)
-            self._live += self._sizes[key][1] - before
+    def _whole(self, tensor: Tensor) -> None:
+        """All of a tensor's memory is there."""
+        made = self._made.get(tensor)
+        if made is not None:
+            self._live += made.grow(tensor.untyped_storage().nbytes())
 
-    def _freed(self, key: int) -> None:
-        self._live -= self._sizes.pop(key)[1]
+    def _freed(self, made: _Made) -> None:
+        self._live -= made.bytes
 
     def _note(self) -> None:
         most = self._back if self._backward else self._forward
@@ -226,7 +237,9 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Backward comes to the layer with the gradient of what it hands on."""
         for leaf in tree_leaves(handed_on):
             if has_memory(leaf):
-                self._outputs[layer].add(storage_key(leaf))
+                made = self._made.get(leaf)
+                if made is not None:
+                    made.hand_on(layer)
                 if leaf.requires_grad:
                     leaf.register_hook(lambda _, layer=layer: self._turn_to(layer))
 
@@ -236,7 +249,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def turn(self) -> None:
         """The forward is over, and nothing is held but what the backward needs."""
-        self._kept = dict(self._sizes)
+        self._kept = [replace(one) for one in self._made.values()]
         self._backward = True
         self._note()
 
@@ -248,9 +261,9 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         layers, before = [], 0
         for number in range(len(self._start)):
-            kept = {key: size for key, (layer, size) in self._kept.items() if layer == number}
-            saved = sum(kept.values())
-            outputs = sum(size for key, size in kept.items() if key in self._outputs[number])
+            kept = [one for one in self._kept if one.layer == number]
+            saved = sum(one.bytes for one in kept)
+            outputs = sum(one.bytes for one in kept if one.is_handed_on)
             layers.append(
                 LayerBytes(
                     saved=saved,

@@ -25,7 +25,7 @@ from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.profile.layer_bytes import ShardedTensors, compute_again, has_memory, modules_of
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.torch_private import storage_key
+from fold3d.torch_private import StorageLabels, storage_key
 from fold3d.trace import Trace
 from fold3d.trace.module_results import Crossings, Value
 from fold3d.trace.shadow import one_sequence_a_row, shadow_of
@@ -119,23 +119,22 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, parts: ShardedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parts = parts
-        self._sizes: dict[int, tuple[int, int]] = {}  # storage -> bytes of a rank, and of the whole
+        self._sizes = StorageLabels[tuple[int, int]]()  # bytes of a rank, and of the whole
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [value for value in tree_leaves((args, kwargs)) if has_memory(value)]
         given = set(_memories(tensors))
         for leaf in filter(has_memory, tree_leaves(result)):
-            key, size = storage_key(leaf), leaf.untyped_storage().nbytes()
-            if key not in given:
+            if storage_key(leaf) not in given:
                 # Embeddings, too, may be shared out along the sequence: as if all were in a block.
-                mine = self._parts.bytes_of(func.overloadpacket.__name__, tensors, key, size, in_block=True)
-                self._sizes[key] = mine, size
+                mine = self._parts.bytes_of(func.overloadpacket.__name__, tensors, leaf, in_block=True)
+                self._sizes[leaf] = mine, leaf.untyped_storage().nbytes()
         return result
 
-    def bytes_of(self, key: int, size: int) -> int:
-        """Returns how many bytes a rank has of `size` bytes of a storage."""
-        mine, whole = self._sizes.get(key, (1, 1))
+    def bytes_of(self, tensor: Tensor, size: int) -> int:
+        """Returns how many bytes a rank has of `size` bytes of a tensor's memory."""
+        mine, whole = self._sizes.get(tensor) or (1, 1)
         return size * mine // whole if whole else size
 
 
@@ -166,7 +165,7 @@ class _Saved:
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             end = first + (last + 1) * size
             if self._followed is not None:
-                first, end = (self._followed.bytes_of(key, int(one)) for one in (first, end))
+                first, end = (self._followed.bytes_of(tensor, int(one)) for one in (first, end))
             if key not in self._staying and end - first >= _LEAST_BYTES:
                 self._kept[self._chunk].append((weakref.ref(kept), key, int(first), int(end)))
         return kept

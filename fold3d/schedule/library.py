@@ -160,8 +160,8 @@ def by_micro_batch(pp: int, steps: int) -> list[_C.Schedule]:
     """Returns what the ranks run of `steps` steps of one micro-batch each that follow each other without a flush, an
     update after each (PipeDream), lowered and proven: a list for each step, and pp - 1 for what is left at the end.
 
-    Micro-batch k has the number k % pp. A step has the backward of the micro-batch pp - 1 - stage before, if there is
-    one.
+    Micro-batch k has the number k modulo pp. A step has the backward of the micro-batch pp - 1 - stage before, if there
+    is one.
     """
     with _config_errors():
         return _C.by_micro_batch(pp, steps)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from fold3d.sharding.shard import Shard
-from fold3d.torch_private import storage_key
+from fold3d.torch_private import StorageLabels
 from fold3d.trace.capture import example_for, run_forward, tied_groups
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
@@ -34,16 +34,16 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.within: list[str] = []
         self.after: list[str] = []
         self.looked_up: list[str] = []
-        self._arguments: set[int] = set()
+        self._arguments = StorageLabels[bool]()
         self.elsewhere: dict[int, str] = {}
         self._running: list[tuple[str, nn.Module]] = []
         self._blocks = frozenset(blocks)
         self._blocks_left = set(self._blocks)
         self._begun = False
-        self._originals: dict[int, tuple[int, int]] = {}
+        self._originals = StorageLabels[tuple[int, int]]()
         originals = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in shadow.named_parameters(remove_duplicate=False):
-            self._originals[storage_key(parameter)] = id(originals[name]), id(parameter)
+            self._originals[parameter] = id(originals[name]), id(parameter)
         for name, module in shadow.named_modules():
             module.register_forward_pre_hook(self._enter(name), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -52,7 +52,8 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
             if not self._running:
-                self._arguments.update(storage_key(tensor) for tensor in tensors)
+                for tensor in tensors:
+                    self._arguments[tensor] = True
             in_block = any(running in self._blocks for running, _ in self._running)
             self._running.append((name, module))
             if name in self._blocks:
@@ -61,7 +62,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 seen = self.before if not self._begun else self.within if self._blocks_left else self.after
                 if name not in seen:
                     seen.append(name)
-                if seen is self.before and any(storage_key(tensor) in self._arguments for tensor in tensors):
+                if seen is self.before and any(map(self._arguments.get, tensors)):
                     self.looked_up.append(name)
 
         return hook
@@ -75,7 +76,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         for leaf in arg_tree_leaves(*args, **kwargs):
-            if isinstance(leaf, Tensor) and (known := self._originals.get(storage_key(leaf))) is not None:
+            if isinstance(leaf, Tensor) and (known := self._originals.get(leaf)) is not None:
                 original, parameter = known
                 reader, module = self._running[-1] if self._running else ("the loss", None)
                 holders = () if module is None else module._parameters.values()
@@ -136,7 +137,13 @@ class Vocabulary:
         )
 
 
-def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[str, Any] | None = None) -> Vocabulary:
+def find_vocabulary(
+    model: nn.Module,
+    trace: Trace,
+    tp: int,
+    example: Mapping[str, Any] | None = None,
+    reads: VocabularyReads | None = None,
+) -> Vocabulary:
     """Returns how the vocabulary of `model` is spread over `tp` ranks: parts of it that differ by one entry at most.
 
     The embedding and the head are those that transformers names (`get_input_embeddings`, `get_output_embeddings`). In
@@ -147,11 +154,12 @@ def find_vocabulary(model: nn.Module, trace: Trace, tp: int, example: Mapping[st
 
     Args:
         example: as for `trace`.
+        reads: what `watch_reads` returned of them; None: it is asked.
     Raises: TraceError when the forward cannot run on the example.
     """
     if tp == 1:
         return Vocabulary()
-    reads = watch_reads(model, trace, example)
+    reads = watch_reads(model, trace, example) if reads is None else reads
     names = {module: name for name, module in model.named_modules()}
     embedding = _named_by_transformers(model, "get_input_embeddings") or _largest_embedding(model, reads)
     head = _named_by_transformers(model, "get_output_embeddings")

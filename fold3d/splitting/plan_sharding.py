@@ -19,7 +19,7 @@ from fold3d.errors import ConfigError, Fold3dError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
 from fold3d.sharding.split import BlockSplit, SequenceSplit
-from fold3d.sharding.vocabulary import find_vocabulary
+from fold3d.sharding.vocabulary import VocabularyReads, find_vocabulary, watch_reads
 from fold3d.splitting.block_classes import BlockClasses, differs_in_training
 from fold3d.splitting.capture import CapturedCall, capture, skeleton_of
 from fold3d.splitting.draws import with_draws
@@ -99,6 +99,7 @@ class _Seen:
     calls: dict[str, CapturedCall]
     reach: dict[str, dict[str, list[Atom]]]
     """By block, as far as it is known: what channels of its products reach."""
+    reads: VocabularyReads
 
 
 _SHARED: ContextVar[list[tuple[nn.Module, Trace, _Seen]] | None] = ContextVar("fold3d_captures", default=None)
@@ -121,7 +122,8 @@ def _seen(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> _Seen:
         if of is model and by is trace:
             return one
     skeleton = skeleton_of(model, trace)
-    made = _Seen(skeleton, capture(model, trace, example, shadow=skeleton), {})
+    calls = capture(model, trace, example, shadow=skeleton)
+    made = _Seen(skeleton, calls, {}, watch_reads(model, trace, example))
     if shared is not None:
         shared.append((model, trace, made))
     return made
@@ -241,7 +243,7 @@ def _plan(
         split = of_kind[kind]
         blocks[name] = split
         shards.update({f"{name}.{parameter}": shard for parameter, shard in split.shards.items()})
-    vocabulary = overrides.without_replicated(model, find_vocabulary(model, trace, tp, example))
+    vocabulary = overrides.without_replicated(model, find_vocabulary(model, trace, tp, example, seen.reads))
     vocabulary = prove_vocabulary(model, vocabulary, tp)
     shards.update(vocabulary.shards)
     notes = tuple(overrides.differences(model, blocks))

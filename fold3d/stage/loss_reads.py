@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
-from fold3d.torch_private import modules_around, storage_key
+from fold3d.torch_private import StorageLabels, modules_around
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.missing import missing
@@ -49,8 +47,8 @@ class ForeignTensors:
         self._undo: list[RemovableHandle] = []
         self._run: ChunkRun | None = None
         self._is_users = False
-        self._seen: dict[int, tuple[StorageWeakRef, object, str]] = {}
-        """By storage: the mark of the run it is of, and who keeps it."""
+        self._seen = StorageLabels[tuple[object, str]]()
+        """The mark of the run it is of, and who keeps it."""
 
     def begin(self, run: ChunkRun, *, is_users: bool) -> None:
         """A run of a chunk begins.
@@ -60,7 +58,6 @@ class ForeignTensors:
         """
         if self.hooked():
             self._run, self._is_users = run, is_users
-            self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """The run is over: nothing of it is kept."""
@@ -75,12 +72,19 @@ class ForeignTensors:
             given: with what the model was called: that may be read.
             is_users: code of the user's computes the loss.
         """
-        foreign = {key: keeper for key, (_, of, keeper) in self._seen.items() if run is None or of is not run.mark}
-        for leaf in tree_leaves(list(given)) if foreign else ():
+        looks = any(run is None or of is not run.mark for of, _ in self._seen.values())
+        allowed = StorageLabels[bool]()
+        for leaf in tree_leaves(list(given)) if looks else ():
             if isinstance(leaf, Tensor):
-                foreign.pop(storage_key(leaf), None)
+                allowed[leaf] = True
+
+        def keeper(tensor: Tensor) -> str:
+            of, name = self._seen.get(tensor) or (None, "")
+            is_ours = (run is not None and of is run.mark) or allowed.get(tensor)
+            return "" if is_ours else name
+
         first = 0 if run is None or not is_users else run.lo
-        with self._missing_attributes(first), _Looking(foreign) if foreign else contextlib.nullcontext():
+        with self._missing_attributes(first), _Looking(keeper) if looks else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -112,7 +116,7 @@ class ForeignTensors:
         """Takes its hooks off the model."""
         while self._undo:
             self._undo.pop().remove()
-        self._hooks_ever, self._seen, self._hooked = -1, {}, ""
+        self._hooks_ever, self._seen, self._hooked = -1, StorageLabels(), ""
 
     def _install(self) -> None:
         seen = self._seen
@@ -140,9 +144,7 @@ class ForeignTensors:
         return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses)
 
     def _see(self, name: str, tensor: Tensor, of: object) -> None:
-        if tensor.layout == torch.strided:
-            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[storage_key(tensor)] = storage, of, f"a hook of {name}"
+        self._seen[tensor] = of, f"a hook of {name}"
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
         """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
@@ -219,16 +221,18 @@ class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, foreign: dict[int, str]) -> None:
+    def __init__(self, keeper: Callable[[Tensor], str]) -> None:
+        """Args:
+        keeper: who keeps a tensor that must not be read; "" for others.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._foreign = foreign
+        self._keeper = keeper
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in arg_tree_leaves(*args, **(kwargs or {})):
-            keeper = self._foreign.get(storage_key(leaf)) if isinstance(leaf, Tensor) else None
-            if keeper is not None:
+            if isinstance(leaf, Tensor) and (keeper := self._keeper(leaf)):
                 raise SplitError(
                     f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
                     f"is not of this micro-batch, or stands in for it. {WAYS_OUT}"

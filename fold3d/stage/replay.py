@@ -279,10 +279,10 @@ class OwnBuffers:
         compares = mode not in self._compared
         self._compared.add(mode)
         every = [
-            (number, name, one)
+            (number, name, buffer)
             for number, module in enumerate(self._modules)
-            for name, one in module._buffers.items()
-            if one is not None and not (one.is_meta or one.is_inference())
+            for name, buffer in module._buffers.items()
+            if isinstance(buffer, Tensor) and not (buffer.is_meta or buffer.is_inference())
         ]
         copies: dict[int, Tensor] = {}
         others: list[tuple[int, str, Tensor, int]] = []

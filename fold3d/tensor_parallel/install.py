@@ -122,7 +122,7 @@ def install(
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
                 sequence = BlockSequence(block, parted, length, ops, calls)
-            watch = None if operators is None else operators.watch(name)
+            watch = None if operators is None or not split.groups else operators.watch(name)
             undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
             inner = InnerParts(block, name, rank, ops, sequence)
             for one in (split if parted is None else parted).inner:
@@ -151,29 +151,9 @@ def install_block(
     with contextlib.ExitStack() as undo:
         if split.groups:
             made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
-            for one in _put_on(made, block, split, rank, sequence, operators):
+            for one in made.put_on(operators):
                 undo.callback(one)
         return undo.pop_all().close
-
-
-def _put_on(
-    made: _Installer,
-    block: nn.Module,
-    split: BlockSplit,
-    rank: int,
-    sequence: BlockSequence | None,
-    operators: OperatorWatch | None,
-) -> Iterator[Callable[[], None]]:
-    """Puts everything on a block, in this order; yields what takes each off again."""
-    yield from set_widths(block, split, rank)
-    yield from (set_attribute(block, attribute) for attribute in split.attributes)
-    for number, group in enumerate(split.groups):
-        yield from made.group(number, group)
-    yield from made.unproved.watch_modules()
-    if sequence is not None:
-        yield from (sequence.gather(one, made.linear_entries) for one in sequence.split.gathers)
-        yield from sequence.watch()
-    yield made.block(operators)
 
 
 def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
@@ -239,6 +219,19 @@ class _Installer:
                 yield wrap(module, self._linear_entry(module, name, number))
             else:
                 yield wrap(module, self._region(module, name, number, enters, exits, group.shared))
+
+    def put_on(self, operators: OperatorWatch | None) -> Iterator[Callable[[], None]]:
+        """Puts everything on the block, in this order; yields what takes each off again."""
+        block, split, sequence = self._block, self._split, self._sequence
+        yield from set_widths(block, split, self._rank)
+        yield from (set_attribute(block, attribute) for attribute in split.attributes)
+        for number, group in enumerate(split.groups):
+            yield from self.group(number, group)
+        yield from self.unproved.watch_modules()
+        if sequence is not None:
+            yield from (sequence.gather(one, self.linear_entries) for one in sequence.split.gathers)
+            yield from sequence.watch()
+        yield self.block(operators)
 
     def block(self, operators: OperatorWatch | None) -> Callable[[], None]:
         """Puts the block's own forward around the others."""

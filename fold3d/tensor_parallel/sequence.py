@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
@@ -24,7 +23,7 @@ from fold3d.tensor_parallel.random_draws import RowsRandom
 from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
 from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
-from fold3d.torch_private import in_backward, storage_key
+from fold3d.torch_private import StorageLabels, in_backward
 from fold3d.trace.wrappers import wrap
 
 
@@ -41,7 +40,7 @@ class SequenceLength:
         self._size, self._rank = size, rank
         self._now: int | None = None
         self._memory = CheckpointMemory()
-        self._of_storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given = StorageLabels[int]()
         self._by_rows: dict[int, set[int]] = {}
 
     def begin(self, length: int) -> None:
@@ -68,12 +67,12 @@ class SequenceLength:
             if self._now is None:
                 raise Fold3dError("a block ran before the first one of the model, which is given the whole sequence")
             if given is not None and not torch.is_grad_enabled():  # in a reentrant checkpoint, maybe
-                self._keep(given, self._now)
+                self._given[given] = self._now
             return self._now
         if known is not None:
             return known
-        if given is not None and (kept := self._of_storages.get(storage_key(given))) is not None:
-            return kept[1]
+        if given is not None and (kept := self._given.get(given)) is not None:
+            return kept
         lengths = set().union(*self._by_rows.values()) if rows is None else self._by_rows.get(rows, set())
         if len(lengths) != 1:
             raise Fold3dError(
@@ -82,11 +81,6 @@ class SequenceLength:
                 "checkpoint, set recompute=True instead, or sequence_parallel=False"
             )
         return next(iter(lengths))
-
-    def _keep(self, given: Tensor, length: int) -> None:
-        alive = {key: kept for key, kept in self._of_storages.items() if not kept[0].expired()}  # type: ignore[no-untyped-call]
-        storage = given.untyped_storage()
-        self._of_storages = alive | {storage_key(given): (StorageWeakRef(storage), length)}  # type: ignore[no-untyped-call]
 
 
 class BlockSequence:

@@ -32,9 +32,7 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
     config = model.config
     main = model.main_input_name
     if main == "input_ids":
-        text = config.get_text_config()
-        limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-        limit = next((limit for limit in limits if limit), 2 * _SEQUENCE)
+        limit = most_tokens(model) or 2 * _SEQUENCE
         # half of the positions: some models (RoBERTa, OPT) number them from an offset
         length = max(1, min(_SEQUENCE, limit // 2))
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -50,6 +48,13 @@ def synthetic_example(model: Any) -> dict[str, Tensor]:
         f"{type(model).__name__} takes '{main}', for which no example batch can be made up: pass one as "
         "`example` (a dict of tensors, as the model's forward takes them)."
     )
+
+
+def most_tokens(model: Any) -> int | None:
+    """Returns how many positions a transformers model has; None where its configuration does not say."""
+    text = model.config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in limits if limit), None)
 
 
 def samples_of(inputs: Mapping[str, Any]) -> int | None:

@@ -35,3 +35,15 @@ def model_from_config(path: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = model_class(config)
     return model
+
+
+def dtype_of_config(path: str) -> str | None:
+    """Returns the name of the dtype that a configuration says its weights have; None where it does not, or is none."""
+    import transformers
+
+    try:
+        found, _ = transformers.PretrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):  # `model_from_config` says it better
+        return None
+    dtype = found.get("dtype") or found.get("torch_dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
-from fold3d.torch_private import storage_key, unwrap_call
+from fold3d.torch_private import StorageLabels, unwrap_call
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks, drop_wrappers
 
@@ -94,20 +93,19 @@ class _MadeMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made = StorageLabels[bool]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                storage = leaf.untyped_storage()
-                self._storages[storage_key(leaf)] = weakref.ref(storage)  # the address may be that of one that is gone
+            if isinstance(leaf, Tensor):
+                self._made[leaf] = True
         return result
 
     def escaped(self) -> bool:
         """Whether somebody still holds any."""
         gc.collect()
-        return any(storage() is not None for storage in self._storages.values())
+        return bool(self._made.values())
 
 
 def _with_values(module: nn.Module, value: Any) -> nn.Module:

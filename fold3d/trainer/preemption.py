@@ -17,6 +17,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from fold3d.errors import Fold3dError
 
 MARK = "preempted.json"
+_FILLING = f"{MARK}.tmp"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm, SkyPilot, Kubernetes and torchrun send the first; `sbatch --signal` any of them."""
 _TORCHRUN_SECONDS = 30.0
@@ -44,9 +45,14 @@ class Preempted:
 
     def write(self, folder: Path) -> None:
         """Leaves the mark; one process calls it. Raises: OSError."""
-        filling = folder / f"{MARK}.tmp"
-        filling.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(filling, folder / MARK)
+        (folder / _FILLING).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        os.replace(folder / _FILLING, folder / MARK)
+
+
+def remove_mark(folder: Path) -> None:
+    """Takes the mark away, whole or not."""
+    for name in (MARK, _FILLING):
+        (folder / name).unlink(missing_ok=True)
 
 
 class PreemptionCallback(JITCheckpointCallback):

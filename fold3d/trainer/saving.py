@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from fold3d.checkpoint import (
     load_adapters,
     load_weights,
     manifest,
+    reading,
     regions_of,
     remove_stale,
+    remove_unfinished,
     sees_folder,
     together,
 )
@@ -60,7 +62,7 @@ from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.overrides import is_overridden
-from fold3d.trainer.preemption import MARK
+from fold3d.trainer.preemption import remove_mark
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -72,7 +74,7 @@ SCALER = "scaler.pt"
 TRAINER_STATE = "trainer_state.json"
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveUnderWay:
     """A checkpoint that is being written, and what this rank brings into it besides tensors."""
 
@@ -83,15 +85,13 @@ class SaveUnderWay:
     """Steps that the engine had begun."""
     batch: int
     """Samples of an optimizer step, over all replicas."""
-    best: str | None
-    """Folder of the best checkpoint so far, this one included."""
     is_async: bool
     """Whether training goes on meanwhile."""
-    begun: float = field(default_factory=time.monotonic)
-    random_state: dict[str, bytes] = field(default_factory=dict)
+    begun: float
+    random_state: dict[str, bytes]
     """By name of the file."""
-    late_settings: list[dict[str, Any]] | None = None
-    error: Exception | None = None
+    late_settings: list[dict[str, Any]] | None
+    error: Exception | None
     """Why there is not all of it."""
 
 
@@ -185,6 +185,10 @@ class CheckpointingTrainer(transformers.Trainer):
             with self._together(f"saving {folder}"):
                 if self.args.should_save:
                     self._delivery.finish()
+        except Exception:
+            if self.args.should_save:
+                remove_unfinished(folder)
+            raise
         finally:
             self._delivery = None
 
@@ -314,15 +318,7 @@ class CheckpointingTrainer(transformers.Trainer):
         folder = CheckpointFolder(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
         self.store_flos()
         with self.engine.supervise(f"saving {folder.final}"):
-            save = SaveUnderWay(
-                folder=folder,
-                at=(self.state.global_step, self.state.epoch),
-                step_index=self.engine.step_index,
-                batch=self.get_total_train_batch_size(self.args),
-                best=self._best_checkpoint(folder.final),
-                is_async=is_async,
-            )
-            self._collect(save)
+            save = self._collect(folder, is_async)
             if is_async:
                 self._write_meanwhile(save)
             else:
@@ -331,29 +327,42 @@ class CheckpointingTrainer(transformers.Trainer):
         if not is_async:
             self._commit()
 
-    def _collect(self, save: SaveUnderWay) -> None:
-        """Notes in `_background` which tensors this rank brings, and in `save` the rest. Process 0 makes the folder,
-        with its small files. What goes wrong is told when the ranks meet."""
-        temporary = str(save.folder.temporary)
+    def _collect(self, folder: CheckpointFolder, is_async: bool) -> SaveUnderWay:
+        """Notes in `_background` which tensors this rank brings, and returns the rest. Process 0 makes the folder, with
+        its small files. What goes wrong is told when the ranks meet."""
+        begun, temporary = time.monotonic(), str(folder.temporary)
         known, self._collects = self.state.best_model_checkpoint, True
+        random_state: dict[str, bytes] = {}
+        late_settings, error = None, None
         try:
             if self.args.should_save:
-                save.folder.begin()
+                folder.begin()
             if not self.args.save_only_model:  # before anything that one rank alone may fail in: here all meet
-                save.late_settings = self._collect_late_gradients(save.folder.temporary)
+                late_settings = self._collect_late_gradients(folder.temporary)
             self.save_model(temporary, _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(temporary)
                 with tempfile.TemporaryDirectory() as private:
                     self._save_rng_state(private)
-                    save.random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
+                    random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
             if self.args.should_save:
-                self.state.best_model_checkpoint = save.best
-                self._save_trainer_state(save.folder.temporary)
+                self.state.best_model_checkpoint = self._best_checkpoint(folder.final)
+                self._save_trainer_state(folder.temporary)
         except Exception as failure:
-            save.error = failure
+            error = failure
         finally:
             self._collects, self.state.best_model_checkpoint = False, known
+        return SaveUnderWay(
+            folder=folder,
+            at=(self.state.global_step, self.state.epoch),
+            step_index=self.engine.step_index,
+            batch=self.get_total_train_batch_size(self.args),
+            is_async=is_async,
+            begun=begun,
+            random_state=random_state,
+            late_settings=late_settings,
+            error=error,
+        )
 
     def _write_meanwhile(self, save: SaveUnderWay) -> None:
         """Begins to copy what was collected, and to write the copies; every rank calls."""
@@ -459,6 +468,8 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         self._commit()  # for what is looked for among the checkpoints
+        if self._to_load:  # no step was left, but the model and the gradients that wait are those of the checkpoint
+            self.engine.build()
         return super()._finalize_training(*args, **named)  # type: ignore[no-untyped-call]
 
     def _save_trainer_state(self, folder: Path) -> None:
@@ -563,7 +574,8 @@ class CheckpointingTrainer(transformers.Trainer):
                 on_host=on_host,
                 keep=self.engine.keeps_pieces,
             )
-            self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+            with reading(schedule):
+                self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
             late_settings = manifest.late_settings(Path(checkpoint))
             if late_settings is not None:
                 file = LateGradientsFile(Path(checkpoint), self.engine.parts)
@@ -578,12 +590,14 @@ class CheckpointingTrainer(transformers.Trainer):
         saved = sorted(path.name for path in Path(checkpoint).glob("rng_state*.pth"))
         same_world = len(saved) == self.args.world_size and wanted in saved
         if same_world or not saved:
-            super()._load_rng_state(checkpoint)
+            with reading(Path(checkpoint) / wanted):
+                super()._load_rng_state(checkpoint)
             return
         # Written by another number of processes. All of them draw the same numbers, rank 0's will do for everyone.
         with tempfile.TemporaryDirectory() as private:
             shutil.copy(Path(checkpoint) / saved[0], Path(private) / wanted)
-            super()._load_rng_state(private)
+            with reading(Path(checkpoint) / saved[0]):
+                super()._load_rng_state(private)
 
     # Parts
 
@@ -607,7 +621,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._together(f"cleaning {self.args.output_dir}"):
             if self.args.should_save:
                 remove_stale(str(self.args.output_dir))
-                (Path(str(self.args.output_dir)) / MARK).unlink(missing_ok=True)
+                remove_mark(Path(str(self.args.output_dir)))
 
     @property
     def _world(self) -> dist.ProcessGroup | None:

@@ -225,7 +225,7 @@ class Trainer(SearchingTrainer):
         )
         args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.mesh(last))))
         self._train_batch_size = args.train_batch_size
-        self.accelerator.topology = self._topology()
+        ReplicaAccelerator.adopt(self.accelerator, self._topology())
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""
@@ -399,6 +399,12 @@ class Trainer(SearchingTrainer):
         smaller = try_again(self.engine, told, batch_size, self._has_stepped.is_set(), self.args.ddp_timeout)
         self._tell_of_engine()
         raise smaller
+
+    def _run_epoch(self, *args: Any, **named: Any) -> None:
+        if self.args.resume == AUTO and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # the stock loop would make a step more
+        else:
+            super()._run_epoch(*args, **named)  # type: ignore[no-untyped-call]
 
     def _count_trainable(self) -> int:
         """Returns how many parameters of the whole model are trained; those of other ranks as they were at first."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fold3d.checkpoint import manifest
+from fold3d.checkpoint import manifest, reading
 from fold3d.errors import CheckpointError
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -90,6 +90,23 @@ def test_no_folder(tmp_path: Path) -> None:
         manifest.step_index(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["trainer_state.json", manifest.NAME])
+@pytest.mark.parametrize("content", ["{}", "[]"])
+def test_a_file_that_does_not_say_how_many_steps_are_done(folder: Path, name: str, content: str) -> None:
+    manifest.write(folder, step_index=4)
+    (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"{name} does not"):
+        manifest.check(folder)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_bytes_that_are_wrong_at_the_begin_of_a_file_are_an_error_that_names_it(folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_bytes(bytes(64) + path.read_bytes()[64:])
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"), reading(path):
+        torch.load(path, weights_only=True)
+
+
 def test_manifest_itself_cut(folder: Path) -> None:
     manifest.write(folder, step_index=4)
     path = folder / manifest.NAME
@@ -114,7 +131,7 @@ def test_weights_divided_into_other_files(folder: Path) -> None:
 
 def test_an_edited_state(folder: Path) -> None:
     manifest.write(folder, step_index=4)
-    (folder / "trainer_state.json").write_text("{}")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "epoch": 1}))
     manifest.check(folder)
 
 

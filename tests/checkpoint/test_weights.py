@@ -62,6 +62,8 @@ def test_incomplete_files_never_get_their_names(tmp_path: Path) -> None:
     files = WeightsFiles(tmp_path, max_shard_size=3000)
     files.make({name: Entry.of(tensor) for name, tensor in TENSORS.items()}, [])
     assert all(path.suffix == ".tmp" for path in tmp_path.iterdir())
+    save({"a": TENSORS["a"]}, WeightsFiles(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"], "the next save removes them"
 
 
 def test_a_smaller_save_removes_old_shards(tmp_path: Path) -> None:

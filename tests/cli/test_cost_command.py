@@ -14,7 +14,7 @@ from tests.cli.test_trace_command import gpt2_folder  # noqa: F401  a fixture
 
 PRICES = """device,gpus,price,spot,tflops,memory_gb,within_gbit,network_gbit
 a100-80,2,4.0,1.6,,,,50
-l4,2,1.0,,,,,25
+l4,1,0.5,,,,,25
 small,2,0.1,,10,0.0001,100,25
 """
 
@@ -22,7 +22,7 @@ small,2,0.1,,10,0.0001,100,25
 @pytest.fixture
 def words(tmp_path: Path, gpt2_folder: Path) -> list[str]:  # noqa: F811
     (tmp_path / "prices.csv").write_text(PRICES)
-    wanted = {"--tokens": "1e12", "--devices": "a100-80:2,l4:4", "--prices": tmp_path / "prices.csv"}
+    wanted = {"--tokens": "1e12", "--devices": "a100-80:2,l4:2", "--prices": tmp_path / "prices.csv"}
     plan = {"--global-samples": "8", "--sample-tokens": "16"}
     return ["cost", str(gpt2_folder), *(str(word) for pair in (wanted | plan).items() for word in pair)]
 
@@ -34,15 +34,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_all_numbers_as_json(capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path) -> None:
-    Measured(rates=(Measurement("l4", 4, 2e6),), save_seconds=20.0, start_seconds=52.0).write(tmp_path / "rates.json")
-    words += ["--rates", str(tmp_path / "rates.json"), "--devices", "a100-80:2,l4:4,small:2"]
+    Measured(rates=(Measurement("l4", 2, 2e6),), save_seconds=20.0, start_seconds=52.0).write(tmp_path / "rates.json")
+    words += ["--rates", str(tmp_path / "rates.json"), "--devices", "a100-80:2,l4:2,small:2"]
     told = json.loads(run(capsys, *words, "--json", "--deadline", "400h"))
     assert told["terms"]["restart"] == pytest.approx(0.02) and told["terms"]["deadline"] == 400.0
     rows = {one["devices"]: one for one in told["offers"]}
-    l4 = rows["l4 x4, 2 machines"]
+    l4 = rows["l4 x2, 2 machines"]
     assert (l4["source"], l4["tokens_per_second"], l4["error"]) == ("measured", 2e6, 0.03)
     assert l4["hours"] == pytest.approx(1e12 / 2e6 / 3600 + 0.02)
-    assert l4["on_demand"] == pytest.approx(2.0 * l4["hours"]) and l4["spot"] == {}
+    assert l4["on_demand"] == pytest.approx(l4["hours"]) and l4["spot"] == {}
     a100 = rows["a100-80 x2"]
     assert a100["source"] == "predicted" and 0.03 < a100["error"] < math.sqrt(0.35**2 + 0.25**2 + 0.1**2)
     assert a100["plan"].startswith("dp=") and a100["flags"].startswith("--dp ") and a100["memory_bytes"] > 0
@@ -52,8 +52,8 @@ def test_all_numbers_as_json(capsys: pytest.CaptureFixture[str], words: list[str
 
 @pytest.mark.full
 def test_the_table(capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path) -> None:
-    Measured(rates=(Measurement("l4", 4, 2e6),)).write(tmp_path / "rates.json")
-    words += ["--rates", str(tmp_path / "rates.json"), "--devices", "a100-80:2,l4:4,small:2"]
+    Measured(rates=(Measurement("l4", 2, 2e6),)).write(tmp_path / "rates.json")
+    words += ["--rates", str(tmp_path / "rates.json"), "--devices", "a100-80:2,l4:2,small:2"]
     table = run(capsys, *words, "--deadline", "400h").splitlines()
     assert table[0].startswith("GPT2LMHeadModel") and table[0].endswith("8 samples of 16 tokens a step")
     assert table[1].split()[:3] == ["devices", "plan", "tokens/s"]
@@ -70,8 +70,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str], words: list[str], tmp_pat
         (["--efficiency", "1.5"], "--efficiency is 1.5; it must be a finite number"),
         (["--batch", "3"], "--global-samples 8 is not divisible by --batch 3"),
         (["--script", "a.py"], "--script has no effect with --format table; it is for sbatch and skypilot"),
-        (["--rates", "nowhere.json"], "--rates nowhere.json has no rates"),
-        (["--devices", "small:2"], "the model runs on none of --devices:\n  small x2: does not fit into memory"),
+        (["--rates", "nowhere.json"], "--rates nowhere.json has measured nothing, none of which is in --devices; add"),
+        (["--sample-tokens", "99"], "--sample-tokens is 99; the model takes 32 at most"),
+        pytest.param(
+            ["--devices", "small:2"],
+            "the model runs on none of --devices:\n  small x2: does not fit into memory",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: list[str], more: list[str], message: str) -> None:
@@ -82,4 +87,6 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: list[str], mo
 @pytest.mark.full
 def test_a_script(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     said = run(capsys, *words, "--format", "sbatch", "--script", "train.py --data x", "--output", "there")
+    assert main([*words, "--format", "estimator", "--deadline", "1m"]) == 1
+    assert "nothing is sure to be done by " in capsys.readouterr().err
     assert said.startswith("#!/bin/bash\n#SBATCH --job-name=train\n") and "train.py --data x --dp " in said

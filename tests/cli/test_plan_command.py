@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def test_a_transformers_model(capsys, gpt2_folder):  # noqa: F811
     assert f"the planner chose {found.name}\n" in out
     assert f"pin it with --segments {found.segments} --schedule {found.schedule} " in out
     assert [line.split()[:2] for line in out.splitlines()[-2:]] == [["stage", "0"], ["stage", "1"]]
+
+
+def test_a_terminal_is_told_what_takes_a_while(capsys, monkeypatch, gpt2_folder):  # noqa: F811
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, _, err = run(capsys, gpt2_folder, "-w", 4, "-t", 2, "-m", 4, "--tokens", 16)
+    assert code == 0
+    assert err.splitlines()[:2] == [f"reading {gpt2_folder}", "dividing blocks among 2 ranks"]
 
 
 def test_what_is_fixed_stays(capsys):

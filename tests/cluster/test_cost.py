@@ -124,7 +124,7 @@ def test_scripts(tmp_path: Path) -> None:
         {"accelerators": "A100-80GB:8", "use_spot": True, "infra": "gcp"},
         {"accelerators": "A100-80GB:8", "use_spot": False, "infra": "gcp"},
     ]
-    assert "*A100*) FLAGS='--dp 2 --tp 4' ;;" in task["run"] and "/mnt/out/preempted.json" in task["run"]
+    assert "*A100*80*) FLAGS='--dp 2 --tp 4' ;;" in task["run"] and "/mnt/out/preempted.json" in task["run"]
     namespace: dict = {}
     exec(launch.estimator(found[1:], "gpt2", 3.6e9), namespace)
 

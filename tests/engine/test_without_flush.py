@@ -93,7 +93,11 @@ def _take(numbers: list[float], velocity: list[float], gradient: list[float], no
 
 
 def train(
-    counts: list[int], looks_every: int = 0, fault: Callable[[], None] | None = None, **changes: Any
+    counts: list[int],
+    looks_every: int = 0,
+    fault: Callable[[], None] | None = None,
+    touch: Callable[[Engine, int], None] | None = None,
+    **changes: Any,
 ) -> tuple[list[float], list[float], list[float]]:
     """Returns what `by_hand` returns, as fold3d reports it: norms and losses one step later."""
     torch.set_default_dtype(torch.float64)
@@ -122,6 +126,8 @@ def train(
             if looks_every and t % looks_every == 0:
                 engine.evaluate({"x": inputs(0, 1)[0]})
                 engine.state_dict()
+            if touch is not None:
+                touch(engine, t)
         norms.append(engine.finish_updates(CLIP).item())  # type: ignore[union-attr]
         weights = engine.state_dict()["model"]
         engine.close()
@@ -159,6 +165,24 @@ def test_steps_of_other_sizes_and_looks_in_between_change_no_bit(ranks: RankPool
     assert plain[1] == pytest.approx([0.0, *norms], abs=1e-12)
     looking = ranks.run(train, PP, counts, 2)[0]
     assert looking[:2] == plain[:2]
+
+
+def _touch(engine: Engine, step: int) -> None:
+    """What callbacks do between steps: they write weights, through the parameters and past them, and freeze some."""
+    engine.flush()
+    for name, parameter in engine.owned.items():
+        if step in (0, 3):
+            with torch.no_grad():
+                parameter.mul_(0.9)
+            parameter.data.add_(0.01)
+        parameter.requires_grad_(name != "links.1.w" or step not in (4, 5))
+
+
+def test_what_is_done_to_weights_between_steps_is_of_the_newest_version(ranks: RankPool) -> None:
+    """Backwards that are to come know nothing of it."""
+    counts = [PP] * STEPS
+    without, with_a_flush = (ranks.run(train, PP, counts, touch=_touch, flush=flush)[0] for flush in (False, True))
+    assert without[:2] == with_a_flush[:2]
 
 
 def _points_at_the_newest() -> None:
@@ -230,7 +254,7 @@ def _with_nan(counts: list[int]) -> Any:
     [
         ({"gradient_delay": 0}, "gradient_delay=0; set gradient_delay=1"),
         ({"schedule": "zb_h1"}, "schedule='zb_h1'; set schedule='1f1b'"),
-        ({"segments": 2}, "segments=2; set segments=1"),
+        ({"segments": 2, "schedule": "auto"}, "segments=2; set segments=1"),
         ({"tp": 2}, "tp=2; set tp=1"),
         ({"pp": 1}, "no effect with pp=1"),
         ({"micro_batches": 3}, "as many micro-batches as stages, here 4"),

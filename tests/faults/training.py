@@ -114,7 +114,6 @@ def _limit_files() -> None:
     """No file of this process may grow beyond some bytes."""
     import resource
 
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
 

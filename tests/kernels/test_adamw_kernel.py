@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fold3d.data_parallel.optimizer.bucket_optimizer import step_by_kernel
-from fold3d.data_parallel.optimizer.kernel_checks import check_steps
+from fold3d.data_parallel.optimizer.separable import check_steps
 from fold3d.errors import ConfigError
 
 OPS = torch.ops.fold3d

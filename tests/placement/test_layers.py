@@ -45,9 +45,7 @@ def test_layers_hold_what_their_stage_owns(pp, segments, style):
         mine = chunks_of(stage, len(ranges), pp, style)
         names = [name for chunk in mine for layer in chunks[chunk] for name in layer.parameters]
         owned = {
-            canonical.get(name, name)
-            for chunk in mine
-            for name in needed_parameters(model, recorded, ranges, chunk)
+            canonical.get(name, name) for chunk in mine for name in needed_parameters(model, recorded, ranges, chunk)
         }
         assert len(names) == len(set(names)) and set(names) == owned
     assert "embed.weight" in chunks[0][0].parameters and "scale" in chunks[0][0].parameters

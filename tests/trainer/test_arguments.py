@@ -33,6 +33,8 @@ def arguments(**named: Any) -> TrainingArguments:
 
 def test_new_arguments_have_help() -> None:
     assert OURS == [
+        "parallel",
+        "global_batch_size",
         "dp",
         "tp",
         "tp_plan",

@@ -134,3 +134,13 @@ def test_it_goes_on_with_the_world_that_came_up(ranks: RankPool, tmp_path: Path)
 def test_it_begins_anew_where_there_is_nothing(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "new"), arguments={"resume": "auto", "max_steps": 2})
     assert run_fold3d(job, {}).column("step") == [1, 2, 2]
+
+
+@pytest.mark.parametrize("more", [{"max_steps": 3}, {"num_train_epochs": 2, "save_strategy": "epoch"}])
+def test_what_is_done_is_not_trained_again(tmp_path: Path, more: dict[str, Any]) -> None:
+    """No step is left: the same command ends with the same weights, to which an update was still to come."""
+    arguments = SAVING | {"max_steps": -1, "resume": "auto"} | more
+    job = Job(str(tmp_path), samples=16, arguments=arguments)
+    done, again = (run_fold3d(job, {"segments": 2, "gradient_delay": 1}) for _ in range(2))
+    assert again.column("step")[-1] == done.column("step")[-1]
+    assert all(torch.equal(weight, done.weights[name]) for name, weight in again.weights.items())

@@ -17,8 +17,11 @@ from tests.trainer.jobs import Job, Variant, assert_same, error_of, run_fold3d, 
 
 AUTO = {"parallel": "auto", "global_batch_size": 16}
 ONE_STEP: dict[str, Any] = {
-    "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3,
-    "optim": "sgd", "learning_rate": 1.0,  # AdamW makes much of the last bits of what is nearly 0
+    "gradient_accumulation_steps": 1,
+    "per_device_train_batch_size": 16,
+    "max_steps": 3,
+    "optim": "sgd",  # AdamW makes much of the last bits of what is nearly 0
+    "learning_rate": 1.0,
 }
 
 

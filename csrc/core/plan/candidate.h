@@ -117,7 +117,8 @@ std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves);
 /// so weights' gradients may come last.
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits);
 
-/// No plan with this cut and with these ways of DP.sync needs less on the fullest rank: weights, gradients and optimizer.
+/// No plan with this cut and with these ways of DP.sync needs less on the fullest rank: weights, gradients and
+/// optimizer.
 std::int64_t least_bytes(const PlanJob& job, const Layout& layout, bool shares_optimizer);
 
 }  // namespace fold3d::core

@@ -127,7 +127,8 @@ std::vector<Order> orders_to_try(const PlanJob& job, const PlanSpace& space, int
   std::vector<Order> found;
   for (const SchedulerInfo& info : registry()) {
     if (!asked.empty() && info.name != asked) continue;
-    if (asked.empty() && splits_backward(info.name) && (!job.may_split || rebuilds_blocks(space.sparing.fixed))) continue;
+    if (asked.empty() && splits_backward(info.name) && (!job.may_split || rebuilds_blocks(space.sparing.fixed)))
+      continue;
     // With one segment these are the others'.
     if (asked.empty() && (!info.allows(segments) || info.uses_segments != (segments > 1))) continue;
     // On one stage orders that differ from 1F1B in when stages wait for each other only keep more.

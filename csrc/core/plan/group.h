@@ -42,12 +42,12 @@ inline constexpr double kWorthLooking = 1.001;
 
 /// What all schedules of a job with so many segments have in common.
 struct Cuts {
-  std::vector<Ranges> ranges;      ///< to be tried, the even one first
-  std::size_t usual = 0;           ///< so many of them are tried where nothing is known
-  std::int64_t likely_ns = 0;      ///< a guess at a step: the even cut, computing and the bubble of every schedule
-  std::int64_t least_ns = 0;       ///< no plan takes less ...
-  std::int64_t least_split_ns = 0; ///< ... likewise, with split backwards
-  std::int64_t least_bytes = 0;    ///< no plan needs less on the fullest rank
+  std::vector<Ranges> ranges;       ///< to be tried, the even one first
+  std::size_t usual = 0;            ///< so many of them are tried where nothing is known
+  std::int64_t likely_ns = 0;       ///< a guess at a step: the even cut, computing and the bubble of every schedule
+  std::int64_t least_ns = 0;        ///< no plan takes less ...
+  std::int64_t least_split_ns = 0;  ///< ... likewise, with split backwards
+  std::int64_t least_bytes = 0;     ///< no plan needs less on the fullest rank
 };
 
 /// Throws std::invalid_argument where the job's model cannot be cut so.
@@ -70,9 +70,7 @@ class Group {
   const std::string& refused() const { return refused_; }
   const std::vector<std::unique_ptr<Candidate>>& candidates() const { return candidates_; }
   std::int64_t actions_of_a_plan() const { return 2LL * job_.pp * segments_ * job_.micro_batches; }
-  std::int64_t simulated_actions() const {
-    return actions_of_a_plan() * static_cast<std::int64_t>(candidates_.size());
-  }
+  std::int64_t simulated_actions() const { return actions_of_a_plan() * static_cast<std::int64_t>(candidates_.size()); }
 
   bool has_limit() const { return job_.memory_limit.has_value() || job_.pool_limit.has_value(); }
   bool has_room(const StagePeak& peak) const;

@@ -93,13 +93,12 @@ class Search {
         refuse(one.job, errors.at(key));
         continue;
       }
-      auto group =
-          std::make_unique<Group>(jobs_[one.job], space_, one.segments, std::move(one.order), cuts.at(key));
+      auto group = std::make_unique<Group>(jobs_[one.job], space_, one.segments, std::move(one.order), cuts.at(key));
       entries_.push_back({one.job, std::move(group)});
     }
-    std::stable_sort(entries_.begin(), entries_.end(),
-                     [](const Entry& a, const Entry& b) { return a.group->cuts().likely_ns < b.group->cuts().likely_ns;
-                     });
+    std::stable_sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
+      return a.group->cuts().likely_ns < b.group->cuts().likely_ns;
+    });
     state_.of = static_cast<std::int64_t>(entries_.size());
   }
 
@@ -218,7 +217,6 @@ class Search {
     };
     in_rounds("looking closely", smallest(kMostClose, promising), kCloseRound, kLookClosely,
               [&](Entry& entry, std::int64_t cutoff_ns) {
-                if (promising(entry) == kNever) return;
                 const Spared like = entry.group->fastest()->layout->spared;
                 entry.group->look_closely(cutoff_ns, like, plans_of(entry));
                 if (like == space_.sparing.fixed) return;
@@ -301,7 +299,7 @@ class Search {
   const PlanSpace& space_;
   const SearchOptions& options_;
   std::vector<Entry> entries_;
-  std::int64_t best_ns_;            // a step of the fastest that fits, of all jobs
+  std::int64_t best_ns_;  // a step of the fastest that fits, of all jobs
   std::vector<std::string> refused_;
   PlanProgress state_;
 };

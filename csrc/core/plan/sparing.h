@@ -47,8 +47,8 @@ using Fits = std::function<bool(const StagePeak&)>;
 void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
            const std::function<bool(const Spared&)>& hopeless);
 
-/// Likewise from the other end, chunk by chunk: what all need not do, one after the other stops doing. Chunks that differ
-/// in size are told apart so.
+/// Likewise from the other end, chunk by chunk: what all need not do, one after the other stops doing. Chunks that
+/// differ in size are told apart so.
 void thin(const Ladder& ladder, const TrySpared& tried, const Fits& fits,
           const std::function<bool(const Spared&)>& hopeless);
 

@@ -43,15 +43,15 @@ class Versioned(DpSync):
         """The weights of now, or those that are about to be loaded, are all there is."""
         self._are_alike = True
 
-    def _make_room(self) -> None:
-        """The oldest version is the newest from now on, and the next update fills it."""
+    def _make_room(self, *, is_updated: bool = True) -> None:
+        """The oldest version is the newest from now on; the next update fills it, or, without one, it is the same."""
         versions, optimizer = self._versions, self._optimizer
         assert versions is not None and optimizer is not None
         super().flush()
         versions.turn()
         for number, bucket in enumerate(self.buckets):
             optimizer.point(bucket)
-            if self._plan.modes[number] == "zero1":
+            if not is_updated or self._plan.modes[number] == "zero1":
                 versions.fill(bucket)
 
     def _open(self, bucket: Bucket) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from fold3d.data_parallel.bucket import Bucket
+from fold3d.torch_private import set_version_counts
 
 _VERSION = re.compile(r"@\d+$")
 
@@ -23,12 +24,20 @@ class WeightVersions:
     A graph keeps a parameter as the parameter, and finds the memory that it has when its backward runs, so parameters
     must have the memory of an action's version in its forward and in its backward (`point`). Updates go to the flat
     tensors, never through the parameters, whose graphs would find them changed.
+
+    What others do to the parameters between two steps is of the newest version, and nothing that the graphs of the step
+    before, whose backwards are to come, may find: neither in-place writes nor `requires_grad`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], count: int = 2) -> None:
         """Moves the parameters of the buckets into flat tensors; all versions are alike at first."""
         self._buckets, self.count = buckets, count
         self._newest, self._shown = 0, 0
+        self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self._trained: list[bool] = []  # as the graphs of the step before have it
+        self._writes: dict[Tensor, int] = {}
+        self._refrozen: list[tuple[Tensor, bool, bool]] = []
+        """(parameter, whether it is trained in the step before, and in this one), where these differ."""
         self._flats: list[list[Tensor]] = []
         self._views: list[list[list[Tensor]]] = []  # [bucket][version][parameter]
         for bucket in buckets:
@@ -91,6 +100,35 @@ class WeightVersions:
         for bucket, views in zip(self._buckets, self._views, strict=True):
             for parameter, view in zip(bucket.parameters, views[version], strict=True):
                 parameter.data = view
+
+    def note_graphs(self) -> None:
+        """The forwards of a step are over."""
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+
+    def note_writes(self) -> None:
+        """The newest version is another one than that of all graphs: it may be written from now on."""
+        self._writes = {parameter: parameter._version for parameter in self._parameters}
+
+    def go_on(self) -> None:
+        """Backwards of the step before are about to run."""
+        set_version_counts(self._writes)
+        self._refrozen = [
+            (parameter, was, parameter.requires_grad)
+            for parameter, was in zip(self._parameters, self._trained, strict=True)
+            if parameter.requires_grad != was
+        ]
+
+    def turn_to(self, version: int, *, step_before: bool) -> None:
+        """The actions that follow are of the step before, or of this one, whose weights are this version."""
+        self.point(version)
+        for parameter, before, now in self._refrozen:
+            parameter.requires_grad_(before if step_before else now)
+
+    def step_before_is_over(self) -> None:
+        """No backwards of the step before are to come."""
+        for parameter, _, now in self._refrozen:
+            parameter.requires_grad_(now)
+        self._refrozen.clear()
 
     @property
     def shown(self) -> int:

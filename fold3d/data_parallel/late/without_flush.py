@@ -99,8 +99,9 @@ class WithoutFlush(Versioned):
         self._go_on()
 
     def _go_on(self) -> None:
-        assert self._late is not None
+        assert self._late is not None and self._versions is not None
         if self._flowing:
+            self._versions.go_on()
             self._late.turn()
             self._attach()
         else:
@@ -119,7 +120,7 @@ class WithoutFlush(Versioned):
     def turn_to(self, number: int, step_before: bool) -> None:
         """The next action is of this step, or of the step before: parameters have its weights."""
         assert self._versions is not None
-        self._versions.point(self._before if step_before else self._versions.newest)
+        self._versions.turn_to(self._before if step_before else self._versions.newest, step_before=step_before)
 
     def chunk_done(self, chunk: int) -> None:
         """The step before is over: its gradients are summed, and its norm."""
@@ -127,7 +128,8 @@ class WithoutFlush(Versioned):
             super().chunk_done(chunk)
             return
         late, step = self._late, self._transfers.step
-        assert late is not None and self._values is not None
+        assert late is not None and self._values is not None and self._versions is not None
+        self._versions.step_before_is_over()
         self._readiness.open_chunk(chunk)
         self._reducer.chunk_done(chunk)
         late.gather(self._plan.gather_order)
@@ -164,7 +166,8 @@ class WithoutFlush(Versioned):
         """
         self._states.on(Event.HAND_OVER)
         self._values = values
-        assert self._late is not None
+        assert self._late is not None and self._versions is not None
+        self._versions.note_graphs()
         for bucket in self.buckets:
             bucket.veil(taken=False)
         self._late.turn()  # what norm and update are of from here on
@@ -203,11 +206,13 @@ class WithoutFlush(Versioned):
             return
         optimizer.check_unchanged()
         self._before = versions.newest
-        if late.settings is not None:
-            self._make_room()
-            self._taken = {bucket.number: bucket.key for bucket in self.buckets}
+        is_updated = late.settings is not None
+        if is_updated or self._flowing:  # what may be written from outside is not what graphs under way read
+            self._make_room(is_updated=is_updated)
+            self._taken = {bucket.number: bucket.key for bucket in self.buckets} if is_updated else {}
         versions.point(versions.newest)
         super().update(keeps=keeps)
+        versions.note_writes()
 
     def _open(self, bucket: Bucket) -> None:
         with self._turned_to_taken(bucket):

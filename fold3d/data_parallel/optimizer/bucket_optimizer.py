@@ -31,7 +31,7 @@ def step_by_kernel(twin: Optimizer, gradients: Mapping[Tensor, Tensor], scale: F
     Where weights are bfloat16 that rounds less often than torch does: fp32 gradients are not rounded before.
 
     Args:
-        twin: one that `kernel_checks.check_steps` lets pass.
+        twin: one that `separable.check_steps` lets pass.
         gradients: parameter -> gradient, of its shape; parameters without one are skipped. They stay as they are.
     """
     factor = scale.to(torch.float64) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)

@@ -1,16 +1,23 @@
-"""check_separable(): whether a user's optimizer may be stepped one tensor, or one part of a tensor, at a time."""
+"""check_separable(): whether a user's optimizer may be stepped one tensor, or one part of a tensor, at a time;
+compare_settings(): replicas, which keep copies of the same weights, must step them alike; check_built(), check_steps():
+whether fold3d's kernels are built for the device, and do what the optimizer does.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fold3d import _C
+from fold3d.comms.consistency import compare
+from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.optimizer.bucket_optimizer import twin_of
 from fold3d.data_parallel.optimizer.host_memory import settings_on_host
 from fold3d.device import rng_untouched
@@ -165,3 +172,54 @@ def _same(together: _Outcome, apart: _Outcome) -> bool:
         own.keys() == common.keys() and all(math.isclose(own[key], common[key], rel_tol=1e-4) for key in own)
         for own in numbers
     )
+
+
+def compare_settings(optimizer: Optimizer, world: WorldGroup) -> None:
+    """All ranks of the job call, each with its optimizer. Stages may have their own settings.
+
+    Raises: ConfigError on every rank when replicas of a stage have different ones.
+    """
+    settings = {
+        f"{name} of optimizer group {number}": repr(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, (Number, str, tuple)) or value is None
+    }
+    compare(world, {}, {"optimizer": type(optimizer).__qualname__} | settings)
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_UNKNOWN = ("amsgrad", "maximize", "differentiable")
+"""Settings that change what a step is."""
+
+
+def check_built(kernels: str, device: torch.device) -> None:
+    """Raises ConfigError when fold3d's shall run on a device that they were not built for."""
+    if kernels == "fold3d" and not _C.has_kernels(device):
+        raise ConfigError(
+            f'kernels="fold3d": this build has no kernels for {device.type}, since nvcc was not there when it was '
+            'built (`fold3d doctor` says what was); build fold3d again where nvcc is, or set kernels="torch"'
+        )
+
+
+def check_steps(optimizer: Optimizer) -> None:
+    """Raises ConfigError unless the kernel does what `optimizer` does."""
+    instead = 'use torch.optim.AdamW, or set kernels="torch"'
+    name = type(optimizer).__name__
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        raise ConfigError(f'kernels="fold3d" steps AdamW, and the optimizer is {name}; {instead}')
+    for group in optimizer.param_groups:
+        for key in _UNKNOWN:
+            if group.get(key):
+                raise ConfigError(f'kernels="fold3d" has no AdamW with {key}={group[key]!r}; {instead}')
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            raise ConfigError(
+                f'kernels="fold3d" decays weights as AdamW does, and {name} with '
+                f"weight_decay={group['weight_decay']} adds the decay to gradients; {instead}"
+            )
+        for parameter in group["params"]:
+            if parameter.dtype not in _DTYPES:
+                raise ConfigError(
+                    f'kernels="fold3d" steps parameters of float32, float64 and bfloat16, not {parameter.dtype}; '
+                    'set kernels="torch"'
+                )

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from fold3d.comms.consistency import agree, all_or_none, compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, GRAPH, ParallelConfig
-from fold3d.data_parallel.optimizer.kernel_checks import check_built
+from fold3d.data_parallel.optimizer.separable import check_built
 from fold3d.engine.division import number_of_parts, why_not_divided
 from fold3d.engine.planning import planner
 from fold3d.engine.planning.agreed_recording import (

@@ -320,8 +320,8 @@ def _links(asked: Asked, profile: Profile, per_host: int, group: WorldGroup) -> 
     timeout, over_tcp = config.timeout_seconds, uses_tcp(config.transport, device)
 
     @contextmanager
-    def grouped(tp: int) -> Iterator[Groups]:
-        topology = Topology(dp=world // tp, pp=1, tp=tp, rank=group.topology.rank)
+    def grouped(size: int) -> Iterator[Groups]:
+        topology = Topology(dp=world // size, pp=1, tp=size, rank=group.topology.rank)
         own = WorldGroup(topology, timeout, group.progress)
         try:
             groups = Groups(topology, device, timeout, (), with_p2p=not over_tcp, world=own)

@@ -21,24 +21,25 @@ SAMPLES = 8
 """Of a step."""
 
 
-def in_double(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """Returns the loss of next tokens in double precision: transformers' own casts logits to single."""
-    logits = outputs.logits[:, :-1].flatten(0, 1).double()
-    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-
-in_double.reads_weights = False  # type: ignore[attr-defined]
-
-
 class Losses(Variant):
-    """Sums the losses of a step over micro-batches and replicas, in double precision, and writes them down."""
+    """Sums the losses of a step over micro-batches and replicas, in double precision, and writes them down. The logs
+    have them in single precision, as transformers' own loss.
+    """
 
     def __init__(self, path: Path | None, layout: str, last: int | None = None) -> None:
         self.path, self.layout, self.last = path, layout, last
         self.lines: list[tuple[int, float]] = []
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def loss(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Returns a micro-batch's part of the loss of a step. Ranks that have the last stage run it."""
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        self.total += loss.detach()
+        return loss
 
     def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
-        return named | {"compute_loss_func": in_double}
+        return named | {"compute_loss_func": self.loss}
 
     def trainer(self, base: type[Any]) -> type[Any]:
         told = self
@@ -47,25 +48,18 @@ class Losses(Variant):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 if dist.is_initialized():
                     dist.all_reduce(told.total)
-                    told.total /= dist.get_world_size()
                 told.lines.append((state.global_step, float(told.total)))
                 if told.path is not None and state.is_world_process_zero:
                     with told.path.open("a") as file:
                         file.write(f"{state.global_step} {float(told.total)!r} {told.layout}\n")
-                told.total = torch.zeros((), dtype=torch.float64)
+                told.total.zero_()
                 if state.global_step == told.last:
                     control.should_training_stop = True
 
         class Trainer(base):  # type: ignore[misc]
             def __init__(self, *args: Any, **named: Any) -> None:
                 super().__init__(*args, **named)
-                told.total = torch.zeros((), dtype=torch.float64)
                 self.add_callback(Notes())
-
-            def training_step(self, *args: Any, **named: Any) -> Any:
-                loss = super().training_step(*args, **named)
-                told.total += loss.double()
-                return loss
 
         return Trainer
 
