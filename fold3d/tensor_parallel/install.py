@@ -122,7 +122,7 @@ def install(
                 if parted.begins:
                     length = SequenceLength(ops.size, rank)
                 sequence = BlockSequence(block, parted, length, ops, calls)
-            watch = None if operators is None else operators.watch(name)
+            watch = None if operators is None or not split.groups else operators.watch(name)
             undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
             inner = InnerParts(block, name, rank, ops, sequence)
             for one in (split if parted is None else parted).inner:
