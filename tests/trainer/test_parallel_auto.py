@@ -46,7 +46,8 @@ def alone(job: Job) -> Any:
 
 @pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
-    ("processes", "fixed"), [(1, {}), (2, {}), (2, {"tp": 2}), (4, {}), (4, {"dp": 1, "tp": 1}), (4, {"pp": 2})]
+    ("processes", "fixed"),
+    [(1, {}), (2, {}), (2, {"tp": 2}), (4, {"pp": 2, "tp": 1}), (4, {}), (4, {"dp": 1, "tp": 1})],
 )
 def test_losses_are_those_of_one_process(
     ranks: RankPool, tmp_path: Path, processes: int, fixed: dict[str, int]
