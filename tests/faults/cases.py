@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "full disk": (ENDS, r"do not fit"),
     "file limit": (ENDS, r"File too large"),
     "blocked folder": (ENDS, r"Not a directory|NotADirectoryError"),
-    "worker killed": (ENDS, r"DataLoader worker .* is killed"),
+    "worker killed": (ENDS, r"DataLoader worker .* (is killed|exited unexpectedly)"),
     "SIGTERM": (IS_PREEMPTED, ""),
     "SIGUSR1": (IS_PREEMPTED, ""),
     "SIGUSR2": (IS_PREEMPTED, ""),
