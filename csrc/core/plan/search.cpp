@@ -30,8 +30,6 @@ constexpr Work kSpare = {1'500'000, 100};
 constexpr Work kLookClosely = {3'000'000, 150};
 constexpr Work kOfGroup = {300'000, 40};  // of these a group
 
-std::size_t at(int number) { return static_cast<std::size_t>(number); }
-
 std::int64_t scaled(std::int64_t ns, double factor) {
   return ns == kNever ? kNever : static_cast<std::int64_t>(static_cast<double>(ns) * factor);
 }
