@@ -207,13 +207,11 @@ class PipelineChunk:
                     micro_batch.given.update(samples_of_values(loss.call.named()))
                 with around:
                     sent, output = self._run(micro_batch, received)
-                if self._sharding is not None:
-                    self._sharding.ran(micro_batch)
                 if self._is_last:
                     with self._watched(micro_batch):
                         result = self._split.end(loss, output)
-                    if self._sharding is not None:
-                        self._sharding.ran(micro_batch)
+                if self._sharding is not None:  # behind the loss: copies of the model run, which may count on nothing
+                    self._sharding.ran(micro_batch)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:

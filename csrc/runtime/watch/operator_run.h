@@ -56,6 +56,18 @@ std::shared_ptr<OperatorRun> swap_operator_run(std::shared_ptr<OperatorRun> run)
 /// Whether what this thread runs from now on is fold3d's own. Returns what it was.
 bool pause_operators(bool pauses);
 
+/// What this thread runs is fold3d's own as long as this lives: copies of what a graph saves, say.
+class PausedOperators {
+ public:
+  PausedOperators() : before_(pause_operators(true)) {}
+  ~PausedOperators() { pause_operators(before_); }
+  PausedOperators(const PausedOperators&) = delete;
+  PausedOperators& operator=(const PausedOperators&) = delete;
+
+ private:
+  const bool before_;
+};
+
 /// A product of matrices has been computed in some other way.
 void note_product();
 
