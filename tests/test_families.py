@@ -67,12 +67,19 @@ def of_two_ranks(
     """Yields what a rank of two that share the model has of it, costs, and is planned."""
     model, batch = tiny.model, tiny.batch
     sharding = plan_sharding(model, trace, batch, 2, tp_plan, sequence_parallel=True)
-    yield "sharding", json.loads(sharding.to_json())
+    yield "sharding", without_operators(json.loads(sharding.to_json()))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shard = of_a_shard(whole, trace, sharding, shapes, layers_of_a_shard(model, trace, batch, sharding))
     shard = with_tp_sync(shard, model, trace, sharding, batch)
     yield "profile", shard
     yield "plan", said(lambda: dict(planned(trace.under(2), shard, dp=2, pp=1, tp=2)))
+
+
+def without_operators(value: Any) -> Any:
+    """Returns the value without the operators of blocks, which are torch's and other ones in each version of it."""
+    if isinstance(value, dict):
+        return {name: without_operators(one) for name, one in value.items() if name != "operators"}
+    return [without_operators(one) for one in value] if isinstance(value, list) else value
 
 
 def planned(trace: Trace, profile: Profile, *, dp: int, pp: int, tp: int) -> Iterator[tuple[str, Any]]:

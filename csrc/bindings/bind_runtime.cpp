@@ -23,6 +23,7 @@
 #include "runtime/executor/executor.h"
 #include "runtime/memory/cpu_bytes.h"
 #include "runtime/offload/offloader.h"
+#include "runtime/watch/operator_run.h"
 
 namespace py = pybind11;
 
@@ -276,7 +277,13 @@ void bind_offload(py::module_& module) {
       .def_property_readonly("moves", &SavedTensor::moves);
   py::class_<StashBatch, std::shared_ptr<StashBatch>>(module, "StashBatch", "What one stash saves and moves.")
       .def(py::init([] { return std::make_shared<StashBatch>(std::make_shared<runtime::Staying>()); }))
-      .def("save", &StashBatch::save, py::arg("tensor"), "A pack hook of torch.autograd.graph.saved_tensors_hooks.");
+      .def(
+          "save",
+          [](StashBatch& batch, const at::Tensor& tensor) {
+            const runtime::PausedOperators paused;  // copies are no operators of the user's
+            return batch.save(tensor);
+          },
+          py::arg("tensor"), "A pack hook of torch.autograd.graph.saved_tensors_hooks.");
   module.def("least_stash_bytes", [] { return StashBatch::kLeastBytes; }, "Of a tensor that StashBatch.save moves.");
   module.def("unpack_saved", &SavedTensor::tensor, py::arg("saved"),
              "The unpack hook of what StashBatch.save returns.");

@@ -505,7 +505,7 @@ class _Layers:
             dp=mesh.dp,
             tp=mesh.tp,
             pp=mesh.pp,
-            style=style_of(config.schedule),
+            style=style_of(options.schedule or AUTO),
             micro_batches=mesh.micro_batches,
             memory_limit=config.memory_size,
             action_seconds=ACTION_SECONDS,

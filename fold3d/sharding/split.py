@@ -97,7 +97,7 @@ class BlockSplit:
     """Modules with parameters that did not run when it was proved."""
     unread: tuple[str, ...] = ()
     """Parameters of the others that nothing read then."""
-    operators: tuple[int, ...] = ()
+    operators: tuple[int, ...] = field(default=(), compare=False)
     """What ranks ran of torch when it was proved, as sequences of operators (`_C.OperatorRun`)."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
@@ -141,7 +141,7 @@ class SequenceSplit:
     """Whether it returns the whole hidden state: the last of them."""
     inner: tuple[InnerResult, ...] = ()
     """As `BlockSplit.inner`, where the sequence is shared."""
-    operators: tuple[int, ...] = ()
+    operators: tuple[int, ...] = field(default=(), compare=False)
     """As `BlockSplit.operators`, where the sequence is shared."""
 
 

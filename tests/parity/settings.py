@@ -79,6 +79,8 @@ COSTLY = ("partition", "dp_sync_dtype", "resume")
 """Settings whose further values take seconds: a search for cuts, another run. They stand where a pair needs them."""
 
 ELSEWHERE = {
+    "parallel": "decides about dp, tp and pp; tests/engine/test_mesh.py, tests/trainer/test_parallel_auto.py",
+    "global_batch_size": "decides about the micro-batches; where parallel is tested",
     "tp_plan": "names modules of one model; tests/tensor_parallel, tests/dist/test_pretrained_tp.py",
     "blocks": "names modules of one model; tests/trace",
     "memory_limit": "lets the planner choose among the settings here; tests/dist/test_memory_limit.py",

@@ -158,7 +158,7 @@ def _least_pool(engine: fold3d.Engine, example: dict[str, Tensor]) -> int:
 
 def _pool_bytes(engine: fold3d.Engine) -> int:
     assert engine._rank is not None
-    counters = engine._rank.step._pipeline._executor.offload_counters()
+    counters = engine._rank.step.pipeline._executor.offload_counters()
     assert counters is not None
     return counters.pool_bytes
 

@@ -50,6 +50,8 @@ def test_new_arguments_have_help() -> None:
         "dp_sync_dtype",
         "gradient_delay",
         "flush",
+        "weight_versions",
+        "delay_correction",
         "bucket_bytes",
         "memory_limit",
         "offload",

@@ -3,7 +3,6 @@
 #include <c10/core/DispatchKeySet.h>
 
 #include <algorithm>
-#include "runtime/watch/operator_run.h"
 
 namespace fold3d::runtime {
 namespace {
@@ -20,7 +19,6 @@ bool is_plain(const at::Tensor& tensor) {
 }  // namespace
 
 SavedTensor StashBatch::save(const at::Tensor& tensor) {
-  const PausedOperators paused;
   const bool is_users = tensor.is_leaf() && tensor.requires_grad();
   if (is_users || tensor.numel() == 0 || !is_plain(tensor)) return SavedTensor::staying(tensor);
   const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();

@@ -29,6 +29,8 @@ constexpr std::array kProducts{
 constexpr std::array kRandom{"dropout",   "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli",
                              "uniform_",  "normal_",        "randint",         "rand",          "randn",
                              "rand_like", "randn_like",     "dropout_",        "bernoulli_",    "feature_dropout_"};
+/// They compute nothing, and activation checkpoints, which come and go, call them.
+constexpr std::array kNothing{"empty", "empty_like", "detach", "alias"};
 constexpr std::array kDimensions{"dim",       "dims",    "dim0",    "dim1",     "dimension",
                                  "start_dim", "end_dim", "keepdim", "equation", "descending"};
 
@@ -53,7 +55,7 @@ Operator described(const at::RecordFunction& call) {
   if (name.substr(0, 8) == "fold3d::") return found;
   const bool is_torchs = name.substr(0, 6) == "aten::";
   if (is_torchs) name.remove_prefix(6);
-  if (is_torchs && is_among(kRandom, name)) return found;
+  if (is_torchs && (is_among(kRandom, name) || is_among(kNothing, name))) return found;
   if (is_torchs && is_among(kProducts, name)) {
     found.hash = kProduct;
     return found;
