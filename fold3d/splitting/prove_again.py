@@ -45,7 +45,9 @@ def prove_again(
         wanted: sequences of operators that ranks then run (`_C.OperatorRun`).
     Returns: an empty text, or why it is not proved. Raises: TraceError when the model cannot be run so.
     """
-    given: Mapping[str, Any] = tree_map_only(Tensor, torch.detach, dict(arguments))
+    # A tensor of a class of its own may note who reads it: the loss function does so with num_items_in_batch.
+    with torch._C.DisableTorchFunctionSubclass():
+        given: Mapping[str, Any] = tree_map_only(Tensor, lambda one: one.detach().as_subclass(Tensor), dict(arguments))
     given = with_values(arguments, given)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), apart_from_caches(model):
         recorded = trace_call(model, list(trace.modules), given).under(plan.tp)

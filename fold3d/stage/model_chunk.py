@@ -210,7 +210,7 @@ class PipelineChunk:
                 if self._is_last:
                     with self._watched(micro_batch):
                         result = self._split.end(loss, output)
-                if self._sharding is not None:  # behind the loss: copies of the model run, which may count on nothing
+                if self._sharding is not None:  # behind the loss: it may run copies of the model
                     self._sharding.ran(micro_batch)
         finally:
             ends = self._split.take_ends()

@@ -10,15 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fold3d.engine.loss import token_share
 from fold3d.errors import ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting import plan_sharding
 from fold3d.splitting.block_classes import BlockClasses, _computed
 from fold3d.splitting.capture import capture
 from fold3d.splitting.overrides import Overrides
+from fold3d.splitting.prove_again import prove_again
 from fold3d.trace import Trace
 from fold3d.trace import shadow as shadow_module
+from fold3d.trace.arguments import by_name
 from fold3d.trace.capture import trace_call
+from tests.splitting.models import build
 from tests.splitting.shared import compare
 
 WIDTH = 16
@@ -255,3 +259,18 @@ def test_blocks_that_are_made_alike_stand_for_each_other(monkeypatch: pytest.Mon
     calls = capture(model, trace_call(model, [f"layers.{k}" for k in range(6)], batch), batch)
     assert [call.args[0].shape[1] for call in calls.values()] == [8, 8, 8, 16, 16, 16]
     assert len(copied) == 3, "the first two, the third and the ones behind it"
+
+
+def test_proving_a_block_again_reads_no_number_of_the_call() -> None:
+    """Whether a model uses `num_items_in_batch` decides how its loss counts: nobody but the model may use it."""
+    tiny = build("llama")
+    traced = tiny.trace()
+    found = plan_sharding(tiny.model, traced, tiny.batch, 2)
+
+    def model(**given: Any) -> Tensor:
+        arguments = by_name(tiny.model, "", (), given)
+        assert prove_again(tiny.model, traced, found, arguments, next(iter(found.blocks)), ()) == ""
+        return torch.tensor(3.0)
+
+    share = token_share(torch.tensor(12), replicas=2, micro_batches=4)
+    assert float(share(model, dict(tiny.batch))) == 3.0 / 4  # type: ignore[arg-type]
