@@ -13,6 +13,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d._C import NumberSet, OperatorRun, note_product, swap_operator_run
 from fold3d.tensor_parallel.operators import Operators, OperatorWatch, of_fold3d
 from tests.helpers.ranks import RankPool
+from tests.tensor_parallel.stacks import loss_of, made
 
 WIDTH, SAMPLES = 8, 3
 
@@ -45,31 +46,10 @@ class Block(nn.Module):
         return x + y
 
 
-class Stack(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
-
-    def forward(self, x: Tensor, switched_on: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, switched_on)
-        return x.square().mean()
-
-
-def made(kind: str) -> Stack:
-    torch.manual_seed(0)
-    return Stack(kind).double()
-
-
-def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch)
-    return loss
-
-
 def train(kind: str, *, by_attribute: bool = False, **layout: bool | str) -> str:
     """Trains four steps, switched on in the second, and in the third by one sample alone. Returns the error, if there
     is one, else "" if all weights are those of one process."""
-    model, reference = made(kind), made(kind)
+    model, reference = made(lambda: Block(kind)), made(lambda: Block(kind))
     engine = Engine(model, ParallelConfig(tp=2, blocks="layers", **layout), optimizer=SGD)  # type: ignore[arg-type]
     optimizer = SGD(list(reference.parameters()))
     x = torch.randn(SAMPLES, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
 from tests.helpers.ranks import RankPool
+from tests.tensor_parallel.stacks import loss_of, made
 
 WIDTH = 8
 
@@ -37,30 +38,9 @@ class Block(nn.Module):
         return x + y
 
 
-class Stack(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
-
-    def forward(self, x: Tensor, switched_on: bool) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, switched_on)
-        return x.square().mean()
-
-
-def made(kind: str) -> Stack:
-    torch.manual_seed(0)
-    return Stack(kind).double()
-
-
-def loss_of(model: nn.Module, batch: dict[str, object]) -> Tensor:
-    loss: Tensor = model(**batch)
-    return loss
-
-
 def train(kind: str, on: list[bool], shares_sequence: bool) -> str:
     """Returns the error of the first step that has one; "" if all gradients of whole weights are one process's."""
-    model, reference = made(kind), made(kind)
+    model, reference = made(lambda: Block(kind)), made(lambda: Block(kind))
     engine = Engine(model, ParallelConfig(tp=2, blocks="layers", sequence_parallel=shares_sequence))
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     try:
