@@ -68,9 +68,9 @@ MOMENTS = (
     *("forward", "backward", "sums", "norm", "update", "gather", "barrier", "callback", "evaluation", "saving"),
     *("writing", "loading", "end"),
 )
-AT_ONCE = ("import", "connecting", *MOMENTS[2:8], "loading", "end")
-"""Those that a training comes by once, or whose first time counts."""
-ENDS_A_STEP = ("evaluation", "saving", "writing", "callback", "gather")
+AT_ONCE = ("import", "connecting", *MOMENTS[2:8], "loading", "writing", "end")
+"""Those that a training comes by once, whose first time counts, or that know their step themselves."""
+ENDS_A_STEP = ("evaluation", "saving", "callback", "gather")
 """Those that belong to the end of a step."""
 OTHERS = ("raise", "out of memory", "exit", "SIGKILL", "SIGSTOP", "link down", "pause", "slow", "clock jump", "fork")
 """Kinds that can happen at any moment."""
