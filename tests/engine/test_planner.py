@@ -63,7 +63,7 @@ def test_host_memory_is_limited_by_the_user_only() -> None:
 
 def test_stages_on_slow_hosts_are_told_apart() -> None:
     topology = Topology(dp=2, pp=2, rank=0)
-    even = [("a", 1.0), ("a", 1.5), ("b", 1.1), ("b", 0.9)]  # a host's ranks differ by what else it does
+    even = [("a", 1.0), ("a", 1.3), ("b", 1.1), ("b", 0.9)]  # a host's ranks differ by what else it does
     assert slow_stages(topology, even) == ()
     assert slow_stages(topology, [("a", 1.0), ("b", 2.0), ("a", 1.0), ("b", 2.0)]) == (1 / 1.5, 2 / 1.5)
     assert slow_stages(topology, [("a", 1.0), ("a", 1.0), ("b", 2.0), ("b", 2.0)]) == (2 / 1.5, 2 / 1.5)

@@ -28,6 +28,8 @@ from tests.plan.jobs import make_job
 PP, BORDERS = 4, 3
 SAMPLES, MICRO_BATCHES = 4, 8
 RATE = 1e8
+ACTIVATION = 250_000
+"""Bytes of four samples: on a slow link they take 1.6 times as long as the forward of a stage."""
 SLOWER = 13
 FIXED = Constraints(segments=1, dp_sync="early")
 
@@ -43,7 +45,7 @@ def job_of(memory_limit: int | None = None) -> Job:
         forward=0.16,
         backward=0.32,
         gradient_bytes=1_000_000,
-        activation_bytes=500_000,
+        activation_bytes=ACTIVATION,
         bandwidth=RATE,
         memory_limit=memory_limit,
         action_seconds=0.0,
@@ -58,7 +60,7 @@ def job_of(memory_limit: int | None = None) -> Job:
             forward=tuple(share * seconds for seconds in job.profile.forward),
             backward=tuple(share * seconds for seconds in job.profile.backward),
             layers=(nothing, *(layer,) * 16, nothing),
-            activation_bytes=(500_000 * samples // SAMPLES,) * 16,
+            activation_bytes=(ACTIVATION * samples // SAMPLES,) * 16,
         )
 
     return replace(job, samples=SAMPLES, profile=of_samples(SAMPLES, 1.0), one_sample=of_samples(1, 0.5))
@@ -164,24 +166,27 @@ def best_ms(job: Job, strategy: Strategy, rates: tuple[float, ...], sizes: tuple
 
 
 FAST = (RATE,) * BORDERS
-SLOW = (RATE, RATE / SLOWER, RATE)
+SLOW = (RATE / SLOWER,) * BORDERS
+ONE_SLOW = (RATE, RATE / SLOWER, RATE)
 
 
-@pytest.mark.parametrize(("limit", "resizes"), [(None, False), (30_000_000, True)])
-def test_within_25_steps_it_is_where_a_plan_made_on_that_link_would_be(monkeypatch, limit, resizes) -> None:
+@pytest.mark.parametrize("slow", [SLOW, ONE_SLOW])
+@pytest.mark.parametrize(("limit", "resizes"), [(None, False), (30_000_000, True), (21_500_000, True)])
+def test_within_25_steps_it_is_where_a_plan_made_on_that_link_would_be(monkeypatch, limit, resizes, slow) -> None:
     training = Training(monkeypatch, job_of(limit), resizes=resizes)
     sizes = (1, 2, 4) if resizes else (SAMPLES,)
-    first = training.strategy
+    first, size = training.strategy, training.size
     for number in range(1, 91):
-        rates = SLOW if 14 <= number < 60 else FAST
+        rates = slow if 14 <= number < 60 else FAST
         training.step(rates)
         if number in (13, 39, 59, 85, 90):
             best = best_ms(training.job, first, rates, sizes)
             assert training.length(rates) <= 1.05 * best, (number, str(training.strategy), training.size)
-    assert training.said and all("changed its mind at step" in text and "\n" not in text for text in training.said)
-    stayed = simulate(with_links(in_parts(training.job, SAMPLES), SLOW), Plan.of(first))[0].step_ns / 1e6
-    if not resizes:
-        assert best_ms(training.job, first, SLOW, sizes) < 0.9 * stayed, "else there was nothing to be had"
+    assert all("changed its mind at step" in text and "\n" not in text for text in training.said)
+    stayed = simulate(with_links(in_parts(training.job, size), slow), Plan.of(first))[0].step_ns / 1e6
+    if slow == SLOW:
+        assert best_ms(training.job, first, slow, sizes) < 0.95 * stayed, "else there was nothing to be had"
+        assert len(training.said) >= 2, "there, and back again"
 
 
 def test_a_steady_link_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +229,13 @@ def test_candidates_lie_on_the_memory_curve() -> None:
     job = job_of()
     strategy = search(job, FIXED).strategy
     assert memory_curve(job, strategy) == [4, 2, 1]
-    # Of four samples a stage keeps 4 MB of each of up to four micro-batches, and 3.6 MB of weights and the like.
-    for limit, expected in ((21_500_000, [4, 2, 1]), (12_000_000, [2, 1])):
-        sizes = memory_curve(replace(job, memory_limit=limit), strategy)
+
+    def needs(size: int, group_size: int) -> int:
+        plan = replace(Plan.of(strategy), schedule="kfkb", group_size=group_size)
+        return max(curve.peak.device for curve in simulate(in_parts(job, size), plan)[1])
+
+    for limit, expected in (((4, 1), [4, 2, 1]), ((2, 1), [2, 1]), ((1, 1), [1])):
+        sizes = memory_curve(replace(job, memory_limit=needs(*limit)), strategy)
         assert sizes == expected, limit
 
 
