@@ -555,7 +555,7 @@ class _Layers:
         if hosts is None:  # links are said per process
             latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
             hosts = Hosts(per_host=1, between=Link(bandwidth, latency), within=Link(bandwidth, latency))
-            more = {"network": replace(hosts.network(options.world_size, 1), **self._link), "hosts": ()}
+            more = {"network": replace(hosts.network(options.world_size, 1), **self._link)}
         return self._layers.job(
             mesh,
             options.tflops * 1e12,
