@@ -21,8 +21,8 @@ double Network::sent_until(int host, std::int64_t now) const {
   const Account& account = accounts_[static_cast<std::size_t>(host)];
   if (account.bytes == 0 || account.until <= account.since) return account.sent;
   const std::int64_t passed = std::clamp<std::int64_t>(now - account.since, 0, account.until - account.since);
-  return account.sent +
-         static_cast<double>(account.bytes) * static_cast<double>(passed) / static_cast<double>(account.until - account.since);
+  return account.sent + static_cast<double>(account.bytes) * static_cast<double>(passed) /
+                            static_cast<double>(account.until - account.since);
 }
 
 void Network::on_its_way(int host, std::int64_t since, std::int64_t until, std::int64_t bytes) {

@@ -82,8 +82,8 @@ class Network {
     int flow = -1;  // whose burst keeps it busy
     HoldRule::Pipeline pipeline;
   };
-  struct Account {  // of what a card sends
-    double sent = 0;  // by what has ended
+  struct Account {                                 // of what a card sends
+    double sent = 0;                               // by what has ended
     std::int64_t since = 0, until = 0, bytes = 0;  // of what is on its way
   };
 

@@ -193,7 +193,8 @@ Ranges cut(const PlanJob& job, int segments, const Shares& shares) {
   std::vector<int> begins;
   for (std::size_t k = 0; k + 1 < borders.size(); ++k) {
     const std::vector<double> mine(costs.begin() + borders[k], costs.begin() + borders[k + 1]);
-    for (const int offset : partition(mine, pp, times_of_segment(job, static_cast<int>(k)))) begins.push_back(job.starts[at(borders[k] + offset)]);
+    for (const int offset : partition(mine, pp, times_of_segment(job, static_cast<int>(k))))
+      begins.push_back(job.starts[at(borders[k] + offset)]);
   }
   Ranges ranges;
   for (std::size_t k = 0; k < begins.size(); ++k) {

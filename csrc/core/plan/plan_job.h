@@ -62,9 +62,9 @@ struct PlanJob {
   std::vector<double> backward_links;
   /// By stage: how long its ranks take, relative to the times here; empty: as long.
   std::vector<double> stage_times;
-  double toll = 0;            ///< seconds that a rank computes longer for each byte that it sends meanwhile
-  double pp_latency = 0;      ///< seconds
-  double hop_latency = 0;     ///< seconds
+  double toll = 0;         ///< seconds that a rank computes longer for each byte that it sends meanwhile
+  double pp_latency = 0;   ///< seconds
+  double hop_latency = 0;  ///< seconds
   std::int64_t slice_bytes = 1 << 20;
   bool preempt = true;
   double action_seconds = 0;
