@@ -135,7 +135,7 @@ def generate(
     name: str, pp: int, segments: int, micro_batches: int, group_size: int = 0, turn: str = ""
 ) -> Schedule: ...
 def unit_timeline(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, send: float = 0.0) -> Timeline: ...
-def partition(cost: list[float], parts: int) -> list[int]: ...
+def partition(cost: list[float], parts: int, weights: list[float] = ...) -> list[int]: ...
 
 # ---- csrc/bindings/bind_forward_cursor.cpp ----
 
@@ -410,6 +410,9 @@ class ClusterModel:
     head_ns: int
     forward_tp_ns: list[int]
     backward_tp_ns: list[int]
+    forward_links: list[float]
+    backward_links: list[float]
+    toll_ns: float
     layers: list[int]
     activation_bytes: list[int]
     gradient_bytes: list[int]
@@ -638,6 +641,10 @@ class PlanJob:
     offload_optimizer: bool
     bandwidth: float
     pp_bandwidth: float
+    forward_links: list[float]
+    backward_links: list[float]
+    stage_times: list[float]
+    toll: float
     pp_latency: float
     hop_latency: float
     slice_bytes: int

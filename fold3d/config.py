@@ -90,6 +90,14 @@ class ParallelConfig:
     )
     """Samples of an optimizer step, all replicas together; with parallel="auto", where `micro_batches` follows. None:
     what the batches have."""
+    strategy: str | None = setting(
+        None,
+        "What `fold3d plan` prints behind 'strategy: ', or a file with that: the mesh, the micro-batches, the cut and "
+        "all else that it says are taken from there. Default: they are decided, or set one by one.",
+    )
+    """Text form of a Strategy, as `fold3d plan` prints it, or a file with it: dp, tp, pp, micro_batches, which blocks
+    are where, the schedule and all that it names are taken from there; what is set besides must be the same. The
+    planner is not asked. None: as the other settings say."""
     dp: int | None = setting(
         None,
         "Data-parallel replicas of the model. Default: number of processes / (tp * pp).",
@@ -347,6 +355,16 @@ class ParallelConfig:
     chunks, each with its part of the vocabulary under tensor parallelism, in the forward and again in the backward. So
     much less memory, and one product with the output head more. A loss that reads logits otherwise gets all of them,
     and the log says so. None: all at once."""
+    retune: bool = setting(
+        True,
+        "Whether the order of micro-batches (schedule, group_size), the order of gathers and, with "
+        "micro_batch_size=auto, how many samples pass the model at once may change while training goes on, as measured "
+        "times of layers and links ask for; a line says so. The numbers are the same. False: what was decided stays.",
+    )
+    """Whether what the planner has decided of the order of micro-batches (schedule and N), the order of gathers and,
+    with micro_batch_size="auto", of how many samples pass the model at once may change while training goes on, as
+    measured times of layers and links ask for. Weights stay where they are, and the numbers are the same. False: what
+    was decided at first stays."""
     preempt: bool = True
     """Activations go before gradients on the network. False: first come, first served; for comparison."""
 
@@ -369,8 +387,13 @@ class ParallelConfig:
     def _check_parallel(self) -> None:
         if self.parallel not in (None, AUTO):
             raise ConfigError(f'parallel={self.parallel!r}: must be "{AUTO}" or None')
+        if self.strategy is not None and (self.parallel is not None or not isinstance(self.strategy, str)):
+            raise ConfigError(
+                f"strategy={self.strategy!r} with parallel={self.parallel!r}: a strategy is text that says the mesh; "
+                "leave one of them out"
+            )
         if self.parallel is None:
-            for name in ("tp", "pp"):
+            for name in ("tp", "pp") if self.strategy is None else ():
                 object.__setattr__(self, name, 1 if getattr(self, name) is None else getattr(self, name))
             if self.global_batch_size is not None:
                 raise ConfigError(
@@ -395,6 +418,11 @@ class ParallelConfig:
         """Whether the mesh is to be decided (`parallel="auto"`): `tp` and `pp` may be None as long as it is."""
         return self.parallel is not None
 
+    @property
+    def _may_lack_mesh(self) -> bool:
+        """Whether `tp` and `pp` may be None: also until a strategy is followed (`plan.resolve.followed`)."""
+        return self.is_open or self.strategy is not None
+
     def decided(self, *, dp: int, tp: int, pp: int, micro_batches: int) -> ParallelConfig:
         """Returns the layout with this mesh. Raises: ConfigError where a setting does not go with it."""
         return replace(self, parallel=None, global_batch_size=None, dp=dp, tp=tp, pp=pp, micro_batches=micro_batches)
@@ -410,7 +438,7 @@ class ParallelConfig:
                 "micro_batch_size",
                 "chunked_loss",
                 "global_batch_size",
-                *(("tp", "pp") if self.is_open else ()),
+                *(("tp", "pp") if self._may_lack_mesh else ()),
             )
             if (value is None and name in none) or (
                 value == AUTO and name in ("segments", "micro_batch_size", "group_size")
@@ -431,7 +459,7 @@ class ParallelConfig:
                 f"loss_reduction={self.loss_reduction!r} has no effect: it says how losses of parts of a micro-batch "
                 "add up; set micro_batch_size, or remove it"
             )
-        if self.is_open:
+        if self._may_lack_mesh:
             return
         if isinstance(self.group_size, int) and self.group_size > self.micro_batches and not divides:
             raise ConfigError(
@@ -474,7 +502,7 @@ class ParallelConfig:
             )
 
     def _check_flags(self) -> None:
-        for name in ("preempt", "offload_optimizer", "flush"):
+        for name in ("preempt", "offload_optimizer", "flush", "retune"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.delay_correction != "none" and not self.gradient_delay:
@@ -488,7 +516,7 @@ class ParallelConfig:
                 'delay_correction="error_feedback"'
             )
         if not self.flush:
-            if not self.is_open:
+            if self.tp is not None and self.pp is not None:
                 self._check_without_flush()
         elif self.weight_versions != "2bw":
             raise ConfigError(

@@ -187,7 +187,8 @@ void bind_timeline(py::module_& module) {
         return core::unit_timeline(s, {forward, backward, send});
       },
       py::arg("schedule"), py::arg("forward") = 1.0, py::arg("backward") = 2.0, py::arg("send") = 0.0);
-  module.def("partition", &core::partition, py::arg("cost"), py::arg("parts"));
+  module.def("partition", &core::partition, py::arg("cost"), py::arg("parts"),
+             py::arg("weights") = std::vector<double>{});
 }
 
 }  // namespace

@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from fold3d.config import parse_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fold3d.cluster.devices import Device
     from fold3d.plan.hosts import Hosts
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,30 +42,57 @@ def add(costs: Any) -> None:
         "--link", metavar="GBIT,US", help="of a host to the others, all its GPUs together, such as 25Gbit,50us"
     )
     costs.add_argument("--within", metavar="GBIT,US", help="of a GPU to the others of its host, such as 2400Gbit,5us")
-    costs.add_argument("--device", metavar="NAME", help="such as A100-80GB: gives what is not said of a GPU")
+    costs.add_argument(
+        "--device",
+        action="append",
+        metavar="NAME",
+        help="such as A100-80GB: gives what is not said of a GPU; again for a table of several; A100:8,T4:8 has both "
+        "kinds in one job, so many of each in the order of processes",
+    )
     costs.add_argument("--memory", metavar="SIZE", help="of a GPU, such as 80GB: nine tenths are the --memory-limit")
-    costs.add_argument("--price", type=float, metavar="P", help="of a GPU and hour: the cost of tokens is printed")
+    costs.add_argument(
+        "--price",
+        action="append",
+        type=float,
+        metavar="P",
+        help="of a GPU and hour: the cost of tokens is printed; again for each --device",
+    )
     costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group by their names")
 
 
+def of_each_device(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Returns the options for each --device alone; of one or none, the options themselves. Raises: ConfigError."""
+    names, prices = options.device or [None], options.price or [None]
+    if len(prices) not in (1, len(names)):
+        raise ConfigError(f"--price is given {len(prices)} times, and --device {len(names)} times; give one of each")
+    prices = prices * len(names) if len(prices) == 1 else prices
+    return [
+        argparse.Namespace(**(vars(options) | {"device": name, "price": price}))
+        for name, price in zip(names, prices, strict=True)
+    ]
+
+
 def settle(options: argparse.Namespace) -> None:
-    """Makes the options complete. Sets `world_size`, the defaults of what is not said, `peak` (FLOPs per second of a
-    device in the dtype, None where it is not known) and `placement` (`Hosts`, None where links are said per process).
+    """Makes the options of one device complete. Sets `world_size`, the defaults of what is not said, `peak` (FLOPs per
+    second of a device in the dtype, None where it is not known), `placement` (`Hosts`, None where links are said per
+    process) and `slowness` (how long each rank takes relative to the fastest one, empty where all are alike).
 
     Raises: ConfigError for what makes no sense, or contradicts each other.
     """
     from fold3d.plan.hosts import Hosts, Link
-    from fold3d.profile.devices import KNOWN, known_device
 
     if options.cluster is not None:
         for name, value in _of_file(options.cluster).items():
             target = "ranks_per_host" if name == "gpus_per_host" else name
             if getattr(options, target) is None:  # the command line goes first
                 setattr(options, target, value)
-    device = None if options.device is None else known_device(options.device)
-    if options.device is not None and device is None:
-        raise ConfigError(f"--device is {options.device!r}; known are {', '.join(KNOWN)}; or say --tflops and --memory")
+    kinds = [] if options.device is None else _kinds(options.device)
+    if len(kinds) > 1 and options.tflops is not None:
+        raise ConfigError(f"--tflops says one speed, and --device {options.device} has several; leave it out")
+    if len(kinds) > 1 and options.hosts is None and options.world_size is None:
+        options.world_size = sum(number for _, number in kinds)
     _count(options)
+    device, options.slowness = _device(options, kinds)
     for one, other in (
         ("link", "bandwidth"),
         ("link", "latency"),
@@ -74,6 +104,8 @@ def settle(options: argparse.Namespace) -> None:
     if options.memory is not None and options.memory_limit is not None:
         raise ConfigError("--memory-limit contradicts --memory, nine tenths of which are the limit; give one of them")
     options.peak = None if device is None else device.peak(options.dtype or DTYPES[0])
+    if options.slowness and options.peak is not None:  # of what the devices have on average
+        options.peak *= sum(1 / one for one in options.slowness) / len(options.slowness)
     if device is not None:
         memory = f"{device.memory}" if options.memory_limit is None else None
         options.memory = memory if options.memory is None else options.memory
@@ -105,12 +137,49 @@ def words_of(options: argparse.Namespace) -> str:
     said = f"{options.world_size} processes, {options.tflops:g} TFLOP/s each"
     if options.peak is not None:
         said += f" of {options.peak / 1e12:g} in {options.dtype}"
+    if options.slowness:
+        said += f", the slowest {max(options.slowness):.3g} times slower ({options.device})"
     if hosts is not None:
         rates = [
             f"{8 * link.bandwidth / 1e9:g} Gbit/s, {1e6 * link.latency:g} us" for link in (hosts.between, hosts.within)
         ]
         said += f"; {hosts.per_host} a host, between hosts {rates[0]}, within {rates[1]} each"
     return said
+
+
+def _kinds(text: str) -> list[tuple[Device, int]]:
+    """Returns the devices that `A100-80GB` or `A100:8,T4:8` names, and how many of each; 0 where that is not said.
+
+    Raises: ConfigError for one that is not known.
+    """
+    from fold3d.cluster.devices import KNOWN, known_device
+
+    found = []
+    for part in text.split(","):
+        name, _, number = part.strip().partition(":")
+        device = known_device(name)
+        if device is None:
+            raise ConfigError(f"--device is {text!r}; known are {', '.join(KNOWN)}; or say --tflops and --memory")
+        if ("," in text and not number) or (number and not (number.isdecimal() and int(number) > 0)):
+            raise ConfigError(f"--device is {text!r}; kinds in one job have numbers, such as A100:8,T4:8")
+        found.append((device, int(number or 0)))
+    return found
+
+
+def _device(
+    options: argparse.Namespace, kinds: Sequence[tuple[Device, int]]
+) -> tuple[Device | None, tuple[float, ...]]:
+    """Returns what is planned with: of several kinds the speed of the fastest, and else what the smallest has; and how
+    long each rank takes relative to that speed. Raises: ConfigError for another number of processes."""
+    if len(kinds) < 2:
+        return (kinds[0][0] if kinds else None), ()
+    dtype, count = options.dtype or DTYPES[0], sum(number for _, number in kinds)
+    if count != options.world_size:
+        raise ConfigError(f"--device {options.device} has {count} GPUs, and there are {options.world_size} processes")
+    fastest = max((one for one, _ in kinds), key=lambda one: one.peak(dtype))
+    slowness = tuple(fastest.peak(dtype) / one.peak(dtype) for one, number in kinds for _ in range(number))
+    least = {name: min(getattr(one, name) for one, _ in kinds) for name in ("memory", "within", "pcie")}
+    return replace(fastest, **least), slowness
 
 
 def _count(options: argparse.Namespace) -> None:

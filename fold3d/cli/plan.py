@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals, tp_option
-from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
+from fold3d.cli.tables import breakdown_table, columns, memory_table, rivals_of
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fold3d.cli.model_layers import ModelLayers
     from fold3d.plan.constraints import Constraints
     from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
     from fold3d.plan.proposal import Proposal
     from fold3d.plan.search import Found, PlanProgress
     from fold3d.plan.space.mesh import Mesh, Tried
+    from fold3d.plan.strategy import Strategy
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
@@ -79,6 +81,11 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--delay-correction", choices=DELAY_CORRECTIONS, default="none", help="of --gradient-delay 1; default none"
     )
     made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
+    made.add_argument(
+        "--strategy",
+        metavar="TEXT",
+        help="what an earlier plan printed behind 'strategy: ', or a file with that: what it costs here is predicted",
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     costs = made.add_argument_group("cluster")
     costs.add_argument(
@@ -109,28 +116,18 @@ def _axis(text: str) -> int | None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the planner's table, the strategy as text and the breakdown of a step. Raises: ConfigError, TraceError."""
+    """Prints the planner's table, the strategy as text and the breakdown of a step; of several devices a table of what
+    each comes to. Raises: ConfigError, TraceError."""
     from fold3d.plan.memory.changes import predicted_curves
-    from fold3d.plan.space.registry import KNOBS, constrained
 
     _say(f"reading {options.model}")
-    _settle(options)
-    if options.no_flush:  # nothing else goes without one
-        vars(options).update(schedule=options.schedule or "1f1b", segments=options.segments or "1")
-    given = {knob: getattr(options, knob.name) for knob in KNOBS}
-    constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
-    if options.global_samples is None:
-        batch = {"batch": options.batch or 1}
-        planned = _planned(argparse.Namespace(**(vars(options) | batch)), constraints)
-    else:
-        planned = _best_batch(options, constraints)
+    of_devices = cluster_option.of_each_device(options)
+    if len(of_devices) > 1:
+        _compare(of_devices)
+        return
+    (options,) = of_devices
+    planned = _answer(options)
     job, proposal, whole = planned.job, planned.proposal, planned.layers.whole
-    if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
-        raise ConfigError(
-            f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
-            f"{text_of_bytes(proposal.memory_bytes)} of {text_of_bytes(job.memory_limit)}; raise --memory-limit or "
-            "--pp, or lower --batch"
-        )
     if options.json:
         print(json.dumps(planned.to_dict(), indent=2))
         return
@@ -153,6 +150,67 @@ def run(options: argparse.Namespace) -> None:
         print(line)
     print(breakdown_table("stage", proposal.prediction))
     print(memory_table(predicted_curves(job, proposal.strategy)))
+
+
+def _answer(options: argparse.Namespace, known: ModelLayers | None = None) -> _Planned:
+    """Returns what is planned for one device. Raises: ConfigError where nothing fits, TraceError.
+
+    Args:
+        known: the model's layers, recorded for another device.
+    """
+    from fold3d.plan.constraints import Constraints
+    from fold3d.plan.space.registry import KNOBS, constrained
+
+    strategy = None if options.strategy is None else _given(options)
+    _settle(options)
+    if options.no_flush:  # nothing else goes without one
+        vars(options).update(schedule=options.schedule or "1f1b", segments=options.segments or "1")
+    if strategy is not None:
+        constraints = Constraints.of(strategy)
+    else:
+        given = {knob: getattr(options, knob.name) for knob in KNOBS}
+        constraints = constrained(**{k.name: k.read(text) for k, text in given.items() if text is not None})
+    if options.global_samples is None:
+        batch = {"batch": options.batch or 1}
+        planned = _planned(argparse.Namespace(**(vars(options) | batch)), constraints, known)
+    else:
+        planned = _best_batch(options, constraints)
+    job, proposal = planned.job, planned.proposal
+    if job.memory_limit is not None and proposal.memory_bytes > job.memory_limit:
+        raise ConfigError(
+            f"{proposal.table}\nnothing fits: stage {proposal.fullest_stage} needs at least "
+            f"{text_of_bytes(proposal.memory_bytes)} of {text_of_bytes(job.memory_limit)}; raise --memory-limit or "
+            "--pp, or lower --batch"
+        )
+    return planned
+
+
+def _compare(of_devices: Sequence[argparse.Namespace]) -> None:
+    """Prints a row for each device, or why the model does not run on it; with --json, a list. Raises: TraceError."""
+    known: ModelLayers | None = None
+    rows: list[tuple[str, ...]] = [("device", "step", "", "memory", "plan")]
+    found: list[dict[str, Any]] = []
+    below = []
+    for options in of_devices:
+        name = str(options.device)
+        try:
+            planned = _answer(options, known)
+        except ConfigError as error:
+            below.append(f"{name}: {str(error).splitlines()[-1]}")
+            found.append({"device": name, "reason": str(error)})
+            continue
+        known = planned.layers.known if options.global_samples is None else None
+        best = planned.proposal
+        mesh = f"dp={best.strategy.dp} tp={best.strategy.tp} pp={best.strategy.pp}"
+        step, needs = f"{best.step_ms:.1f} ms", text_of_bytes(best.memory_bytes)
+        rows.append((name, step, planned.speed.words(), needs, f"{mesh}: {best.strategy.name}"))
+        found.append({"device": name} | planned.to_dict())
+    if not any("strategy" in one for one in found):
+        raise ConfigError("\n".join(["the model runs on none of the devices:", *below]))
+    if of_devices[0].json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join([*columns(rows), *below]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,18 +312,17 @@ def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, w
     return [rival.against(proposal.step_ms) for rival in rivals]
 
 
-def _planned(options: argparse.Namespace, constraints: Constraints) -> _Planned:
+def _planned(options: argparse.Namespace, constraints: Constraints, known: ModelLayers | None = None) -> _Planned:
     """Returns what is planned, of the best mesh. Raises: ConfigError, TraceError."""
     from fold3d.plan.search import decide, decide_jobs
     from fold3d.plan.space.mesh import Mesh, search_meshes
-    from fold3d.splitting.plan_sharding import shared_captures
     from fold3d.trace.shadow import shared_shadows
 
     fixed = options.tp is not None and options.pp is not None
     if fixed:
         _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    with shared_shadows(), shared_captures():  # of the model, which is the same for all meshes
-        layers = _Layers(options)
+    with shared_shadows():  # of the model, which is the same for all meshes
+        layers = _Layers(options, known)
         if fixed:
             mesh = _mesh(options)
             job = layers.job(mesh)
@@ -357,6 +414,29 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes_of(samples, _MOST_SAMPLES)
 
 
+def _given(options: argparse.Namespace) -> Strategy:
+    """Returns the strategy that is given, and sets what it says of the mesh. Raises: ConfigError for what contradicts
+    it."""
+    from fold3d.plan.space.registry import KNOBS
+    from fold3d.plan.strategy import given
+
+    found = given(options.strategy)
+    mesh = {"pp": found.pp, "tp": found.tp, "micro_batches": found.micro_batches}
+    mesh["world_size"] = found.dp * found.pp * found.tp
+    for name, value in (mesh | dict.fromkeys(("global_micro_batches", "global_samples"))).items():
+        mine = getattr(options, name)
+        if mine is not None and mine != value and not (name in ("pp", "tp") and mine == 1):
+            raise ConfigError(f"--{name.replace('_', '-')} is {mine}, and the strategy has {value}; leave it out")
+    for knob in KNOBS:
+        if getattr(options, knob.name) is not None:
+            raise ConfigError(
+                f"--{knob.name.replace('_', '-')} has no effect with --strategy, which says it; remove it"
+            )
+    decided = {"schedule": found.schedule, "segments": str(found.segments)} | dict(found.settings)
+    vars(options).update(mesh | decided)
+    return found
+
+
 def _settle(options: argparse.Namespace) -> None:
     """Makes options complete. Raises: ConfigError for some that make no sense, or do not fit each other."""
     if options.dtype is None:
@@ -446,76 +526,48 @@ def _mesh_table(tried: Sequence[Tried], layers: _Layers) -> str:
 
 
 class _Layers:
-    """What the model's layers cost, whole and in parts."""
+    """What the model's layers cost, whole and in parts, on one kind of cluster."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-
-        from fold3d.device import default_device
-        from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-        from fold3d.profile.layers import assumed_profile, profile_model
-        from fold3d.stage.recompute import check_patterns
-        from fold3d.trace import trace
-
+    def __init__(self, options: argparse.Namespace, known: ModelLayers | None = None) -> None:
+        """Args:
+        known: of the same model and micro-batch.
+        """
         self._options = options
         self._link = tp_option.link_of(options, has_tp=options.tp != 1)
-        model, example = model_option.load(options)
-        if options.dtype is not None:
-            model = model.to(getattr(torch, options.dtype))
-        if example is None:
-            raise ConfigError(
-                f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)"
-            )
-        self._model, self.example = model, _resized(model, example, options)
-        if not options.json:
-            shapes = model_option.shapes_of(self.example)
-            print(f"{model_option.describe(model)}; a micro-batch: {shapes}; {cluster_option.words_of(options)}")
-        chunks = (options.pp or 1) * int(options.segments or 1)
-        self.trace = trace(
-            model, blocks=options.blocks, partition=options.partition, example=self.example, chunks=chunks
-        )
-        again = RECOMPUTE.read(options.recompute or "none")
-        check_patterns(model, self.trace.blocks, again)
-        if options.measure:
-            self._device = default_device()
-            self.whole = profile_model(model, self.trace, self.example, self._device, recompute=again)
-        else:
-            speed = options.tflops * 1e12
-            self.whole = assumed_profile(model, self.trace, self.example, flops_per_second=speed, recompute=again)
-        self._profiles = {1: self.whole}
-        self._refused: dict[int, ConfigError] = {}  # by tp: finding out takes seconds
+        self._layers = known or _recorded(options)
+        self.example, self.trace = self._layers.example, self._layers.trace
+        self.whole = self._layers.profile(options.tflops * 1e12)
+
+    @property
+    def known(self) -> ModelLayers:
+        """For another cluster."""
+        return self._layers
 
     def job(self, mesh: Mesh) -> Job:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
-        from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts
-        from fold3d.plan.job import Job
+        from fold3d.plan.hosts import Hosts, Link
         from fold3d.schedule import style_of
 
-        config = _config(self._options, mesh.tp, mesh.pp, mesh.micro_batches)
-        hosts, options = self._options.placement, self._options
-        latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
-        network = NetworkCosts(
-            pp_latency=latency, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=latency, **self._link
-        )
-        return Job(
-            trace=self.trace.under(mesh.tp),
-            profile=self._profile(mesh.tp, bool(config.sequence_parallel)),
-            network=network if hosts is None else hosts.network(options.world_size, mesh.tp),
-            hosts=() if hosts is None else hosts.of_places(mesh.dp, mesh.pp, mesh.tp),
-            dp=mesh.dp,
-            tp=mesh.tp,
-            pp=mesh.pp,
+        options = self._options
+        config = _config(options, mesh.tp, mesh.pp, mesh.micro_batches)
+        more: dict[str, Any] = {}
+        hosts = options.placement
+        if hosts is None:  # links are said per process
+            latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
+            hosts = Hosts(per_host=1, between=Link(bandwidth, latency), within=Link(bandwidth, latency))
+            more = {"network": replace(hosts.network(options.world_size, 1), **self._link)}
+        return self._layers.job(
+            mesh,
+            options.tflops * 1e12,
+            hosts,
+            sequence_parallel=bool(config.sequence_parallel),
             style=style_of(options.schedule or AUTO),
-            micro_batches=mesh.micro_batches,
             memory_limit=config.memory_size,
-            action_seconds=ACTION_SECONDS,
-            bucket_seconds=BUCKET_SECONDS,
-            copy_bandwidth=self._options.copy_bandwidth * 1e9,
-            pool_is_elsewhere=True,
-            may_split=mesh.tp == 1,
-            flush=not self._options.no_flush,
-            delay_correction=self._options.delay_correction,
-            host_is_elsewhere=True,
+            copy_bandwidth=options.copy_bandwidth * 1e9,
+            flush=not options.no_flush,
+            delay_correction=options.delay_correction,
+            stage_times=_stage_times(mesh, options.slowness),
+            **more,
         )
 
     @property
@@ -547,30 +599,51 @@ class _Layers:
             cost=cost,
         )
 
-    def _profile(self, tp: int, sequence_parallel: bool) -> Profile:
-        from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-        from fold3d.profile.tp_sync import halves_factor, with_tp_sync
-        from fold3d.splitting.plan_sharding import plan_sharding
 
-        if tp in self._refused:
-            raise self._refused[tp]
-        if tp not in self._profiles:
-            model, example = self._model, self.example
-            shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-            _say(f"dividing blocks among {tp} ranks")
-            try:
-                sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
-            except ConfigError as error:
-                self._refused[tp] = error
-                raise
-            layers = layers_of_a_shard(model, self.trace, example, sharding)
-            shard = of_a_shard(self.whole, self.trace, sharding, shapes, layers)
-            profile = with_tp_sync(shard, model, self.trace, sharding, example)
-            if self._options.measure:
-                factor = halves_factor(model, self.trace, example, self._device, parts=profile.sub_micro_batches)
-                profile = replace(profile, halves_factor=factor)
-            self._profiles[tp] = profile
-        return self._profiles[tp]
+def _stage_times(mesh: Mesh, slowness: Sequence[float]) -> tuple[float, ...]:
+    """Returns how long the stages take, relative to the fastest rank: the slowest of a stage's ranks holds it up.
+
+    Args:
+        slowness: of every rank; empty: all are alike.
+    """
+    if not slowness:
+        return ()
+    places = [
+        [
+            slowness[(replica * mesh.pp + stage) * mesh.tp + shard]
+            for replica in range(mesh.dp)
+            for shard in range(mesh.tp)
+        ]
+        for stage in range(mesh.pp)
+    ]
+    return tuple(map(max, places))
+
+
+def _recorded(options: argparse.Namespace) -> ModelLayers:
+    """Returns the model's layers, and prints what it is."""
+    import torch
+
+    from fold3d.cli.model_layers import ModelLayers
+
+    model, example = model_option.load(options)
+    if options.dtype is not None:
+        model = model.to(getattr(torch, options.dtype))
+    if example is None:
+        raise ConfigError(f"{options.model!r} returns no example batch, and none can be made up; return (model, batch)")
+    made = _resized(model, example, options)
+    if not options.json:
+        shapes = model_option.shapes_of(made)
+        print(f"{model_option.describe(model)}; a micro-batch: {shapes}; {cluster_option.words_of(options)}")
+    return ModelLayers(
+        model,
+        made,
+        blocks=options.blocks,
+        partition=options.partition,
+        chunks=(options.pp or 1) * int(options.segments or 1),
+        recompute=options.recompute or "none",
+        measure=options.measure,
+        tell=_say,
+    )
 
 
 def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Machines that can be rented: what they have and cost, from the user's file; what data sheets say of their GPUs."""
+"""Machines that can be rented: what they have and cost, from the user's file and from the data sheets of their GPUs."""
 
 from __future__ import annotations
 
@@ -8,37 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fold3d.cluster.devices import KNOWN, known_device
 from fold3d.cluster.fields import Field
 from fold3d.errors import ConfigError
 
 _MOST = 1e6
 """GPUs of a machine, or dollars an hour; what is above is a slip of the pen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What the data sheet says."""
-
-    tflops: float
-    """With 16-bit inputs, dense."""
-    memory_gb: float
-    within_gbit: float
-    """To the others of its machine, each way."""
-
-
-GPUS = {
-    "b200": Gpu(2250.0, 180.0, 7200.0),
-    "h200": Gpu(989.0, 141.0, 3600.0),
-    "h100": Gpu(989.0, 80.0, 3600.0),
-    "a100-80": Gpu(312.0, 80.0, 2400.0),
-    "a100": Gpu(312.0, 40.0, 2400.0),
-    "l40s": Gpu(362.0, 48.0, 256.0),
-    "a30": Gpu(165.0, 24.0, 256.0),
-    "l4": Gpu(121.0, 24.0, 128.0),
-    "v100": Gpu(125.0, 16.0, 1200.0),
-    "t4": Gpu(65.0, 16.0, 128.0),
-}
-"""SXM boards with NVLink where there are any, else PCIe. Columns of the file of prices say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +79,7 @@ def read(path: Path) -> tuple[Machine, ...]:
 
 def _machine(row: dict[str, str], where: str, path: Path) -> Machine:
     said = {name: text.strip() for name, text in row.items() if text.strip()}
-    known = GPUS.get(said.get("device", "").lower())
+    known = known_device(said.get("device", ""))
 
     def number(name: str, default: float | None = None) -> float | None:
         told = Field(_number(said[name]) if name in said else None, f"{where}: {name}", str(path))
@@ -113,7 +88,7 @@ def _machine(row: dict[str, str], where: str, path: Path) -> Machine:
     def needed(name: str, default: float | None = None) -> float:
         found = number(name, default)
         if found is None:
-            of = f"; {said.get('device', '')!r} is not among those known: {', '.join(GPUS)}" if name in _SHEET else ""
+            of = f"; {said.get('device', '')!r} is not among those known: {', '.join(KNOWN)}" if name in _SHEET else ""
             raise ConfigError(f"{path}: {where} has no {name}; fill in that column{of}")
         return found
 
@@ -124,9 +99,9 @@ def _machine(row: dict[str, str], where: str, path: Path) -> Machine:
         gpus=Field(needed("gpus"), f"{where}: gpus", str(path)).whole(least=1),
         price=needed("price"),
         spot=number("spot"),
-        tflops=needed("tflops", known.tflops if known else None),
-        memory_gb=needed("memory_gb", known.memory_gb if known else None),
-        within_gbit=needed("within_gbit", known.within_gbit if known else None),
+        tflops=needed("tflops", known.flops_16_bit / 1e12 if known else None),
+        memory_gb=needed("memory_gb", known.memory / 1e9 if known else None),
+        within_gbit=needed("within_gbit", known.within * 8 / 1e9 if known else None),
         network_gbit=number("network_gbit"),
         accelerator=said.get("accelerator", said["device"].upper()),
         cloud=said.get("cloud", ""),

@@ -182,7 +182,9 @@ def _built(model: CutModel, supervisor: Supervisor, links: Links, undo: ExitStac
         pipeline=pipeline,
         sync=sync,
         recorder=recorder,
-        replanner=Replanner(topology, groups, config, groups.device, model.proposed, has_times=clock.tells_time),
+        replanner=Replanner(
+            topology, groups, config, groups.device, model.proposed, has_times=clock.tells_time, resizes=model.resizes
+        ),
         overlap=overlap,
         supervisor=supervisor,
         memory=memory,
@@ -214,7 +216,7 @@ def _executor(model: CutModel, links: Links, sync: DpSync | OneReplica, overlap:
         operators = OperatorChecks(cut.model, cut.operators, prove)
         sharded = partial(_sharded, model, _border_parts(model), reads, overlap, operators)
     peaks = None if model.planned is None else model.planned[1].peaks
-    divides = config.micro_batch_size is not None
+    divides = config.micro_batch_size is not None or model.resizes
     return _C.Executor(
         _chunks(model, topology, sync, sharded, PartDraws(cut.model) if divides else None),
         topology.pp_rank,
@@ -273,7 +275,7 @@ def _announce_versions(model: CutModel, pp: int, versions: int) -> None:
 
 def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
     size, parameters = model.config.part_size, [*model.cut.model.parameters()]
-    if size is None:
+    if size is None and not model.resizes:
         return None
 
     def in_16_bits() -> bool:
@@ -283,7 +285,11 @@ def _division(model: CutModel, pipeline: Pipeline) -> Division | None:
 
     schedule = Programs.of(model.strategy).evaluation(COMPARED)
     reduction = model.config.loss_reduction
-    return Division(size, pipeline, schedule, model.cut.model, reduction, in_16_bits=in_16_bits)
+    return Division(
+        *(size, pipeline, schedule, model.cut.model, reduction),
+        in_16_bits=in_16_bits,
+        foresees=model.resizes,
+    )
 
 
 def _chunks(

@@ -78,27 +78,32 @@ class Division:
 
     def __init__(
         self,
-        size: int,
+        size: int | None,
         pipeline: Pipeline,
         schedule: Schedule,
         model: Module,
         reduction: str | None,
         *,
         in_16_bits: Callable[[], bool],
+        foresees: bool = False,
     ) -> None:
         """Args:
-        size: most samples of a part.
+        size: most samples of a part; None: micro-batches stay whole.
         schedule: forwards of three micro-batches, without backwards.
         reduction: "sum", "mean" or "tokens", as the user says; None: what the loss function says of itself.
         in_16_bits: whether layers compute in 16 bits.
+        foresees: the size may change: with the first micro-batch it is found out whether it can.
         """
         self._size, self._pipeline, self._schedule, self._model = size, pipeline, schedule, model
         self._reduction, self._in_16_bits = reduction, in_16_bits
         self._compared: set[Form] = set()
+        self._foresees = foresees
+        self.may_divide = False
+        """Whether another size may be set; of one that foresees that, after the first step."""
 
     def count(self, inputs: Sequence[Inputs]) -> int:
         """Returns the number of parts. Raises: ConfigError where a micro-batch cannot be divided."""
-        return sum(number_of_parts(one, self._size) for one in inputs)
+        return sum(self._number(one) for one in inputs)
 
     def parts(
         self, wholes: Sequence[MicroBatch], function: LossFunction, flush: Callable[[], None]
@@ -113,7 +118,10 @@ class Division:
             flush: brings weights up to date.
         Raises: ConfigError, on all of them, for a loss that is none of its parts' weighted sums.
         """
-        divided = [sub_micro_batches(whole.inputs, number_of_parts(whole.inputs, self._size)) for whole in wholes]
+        if self._foresees:
+            self._foresees = False
+            self.may_divide = self._can_divide(wholes[0], function, flush)
+        divided = [sub_micro_batches(whole.inputs, self._number(whole.inputs)) for whole in wholes]
         made: list[MicroBatch] = []
         for whole, parts in zip(wholes, divided, strict=True):
             if len(parts) == 1:
@@ -131,6 +139,30 @@ class Division:
                 if weight
             ]
         return made
+
+    def resize(self, size: int) -> None:
+        """Parts have at most so many samples from now on; only where `may_divide` says that they may."""
+        self._size = size
+
+    def _number(self, inputs: Inputs) -> int:
+        return 1 if self._size is None else number_of_parts(inputs, self._size)
+
+    def _can_divide(self, whole: MicroBatch, function: LossFunction, flush: Callable[[], None]) -> bool:
+        """Returns whether a micro-batch's loss adds up; all ranks of the replica call."""
+        if self._size is not None and self._number(whole.inputs) > 1:
+            return True  # else it is refused
+        samples = samples_of(whole.inputs)
+        if samples is None or samples < 2:
+            return False
+        try:
+            kind, parts = self._kind(function), sub_micro_batches(whole.inputs, 2)
+            flush()
+            self._compare(kind, whole, function, *self._pair(kind, parts))
+        except ConfigError as error:
+            logger.info("micro-batches keep their size: %s", error)
+            return False
+        self._compared.add(form_of(whole.inputs))
+        return True
 
     def _kind(self, function: LossFunction) -> str:
         if self._reduction is not None:
@@ -172,7 +204,7 @@ class Division:
         buffers, attributes = values.restore()
         if attributes:
             logger.warning(
-                "micro_batch_size=%d: a forward changes %s; that happens once for each part of a micro-batch",
+                "micro_batch_size=%s: a forward changes %s; that happens once for each part of a micro-batch",
                 self._size,
                 ", ".join(attributes),
             )

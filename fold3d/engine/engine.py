@@ -38,7 +38,7 @@ from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.observe.step_output import StepOutput
 from fold3d.plan.programs import Programs
-from fold3d.plan.resolve import programs_of, resolve_auto
+from fold3d.plan.resolve import followed, programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
@@ -98,6 +98,7 @@ class Engine(state.WholeState):
         optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
         compile_options: Mapping[str, Any] | None = None,
     ):
+        config = followed(config)
         check_arguments(config, max_grad_norm, optimizer, autocast, scaler)
         if config.is_open:
             made = (example() if callable(example) else example) or _made_up(model)

@@ -265,7 +265,10 @@ class Step:
             return None
         sync = self.sync if isinstance(self.sync, DpSync) and self._topology.dp > 1 else None
         with self.supervisor.progress.during("planning from measured times", meets=True):
-            better = self.replanner.look(strategy, schedule, sync)
+            divides = self.division is not None and self.division.may_divide
+            better = self.replanner.look(strategy, schedule, sync, divides=divides)
+        if self.division is not None and better is not None and self.replanner.size is not None and divides:
+            self.division.resize(self.replanner.size)
         if better is not None:
             self.recorder.forget_steps()
         if better is not None and better.gather_order and sync is not None:

@@ -120,6 +120,8 @@ class Cluster:
     """Seconds from the end of sending a PP.sync message to its arrival."""
     hop_latency: float | None = None
     """The same for a hop of DP.sync's rings and of the norm; None = latency."""
+    links: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """Bytes per second of the messages over each border between chunks, forward and backward; None: `bandwidth`."""
     copy_bandwidth: float = 25e9
     """Bytes per second between a device and its pool, each way: PCIe 4.0 with 16 lanes gives about so many."""
     copies_share: bool = False
@@ -134,6 +136,8 @@ class Cluster:
     """DP.sync may be paused for PP.sync every so many bytes."""
     preempt: bool = True
     """False: first come, first served, and a bucket's transfer is not interrupted."""
+    toll: float = 0.0
+    """Seconds that a rank computes longer for each byte that it sends meanwhile."""
     action_seconds: float = 0.0
     """Spent on every forward and backward of a chunk besides computing."""
     bucket_seconds: float = 0.0
@@ -171,11 +175,14 @@ def cluster_model(
     if cluster.ranks_per_host > 1:
         model.hosts = [rank // cluster.ranks_per_host for rank in range(cluster.dp * pp)]
     model.bandwidth = cluster.bandwidth
+    if cluster.links is not None:
+        model.forward_links, model.backward_links = (list(rates) for rates in cluster.links)
     model.latency_ns = _ns(cluster.latency)
     model.hop_latency_ns = _ns(cluster.latency if cluster.hop_latency is None else cluster.hop_latency)
     model.slice_bytes = cluster.slice_bytes
     model.preempt = cluster.preempt
     model.gradient_delay = cluster.gradient_delay
+    model.toll_ns = _NS * cluster.toll
     model.action_ns = _ns(cluster.action_seconds)
     model.bucket_ns = _ns(cluster.bucket_seconds)
     model.forward_ns = [_ns(seconds) for seconds in work.forward]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fold3d.plan.strategy import Modes, Ranges
+from fold3d.plan.strategy import Modes, Ranges, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,3 +22,16 @@ class Constraints:
     bucket_bytes: int | None = None
     settings: tuple[tuple[str, str], ...] = ()
     """Of the knobs without a field here: name and text form of the value. What is not named is free."""
+
+    @staticmethod
+    def of(strategy: Strategy, *, keeps_order: bool = True) -> Constraints:
+        """Returns all that was decided, but for the order of gathers; with the order of micro-batches, or without."""
+        return Constraints(
+            ranges=strategy.ranges,
+            schedule=strategy.schedule if keeps_order else None,
+            group_size=strategy.group_size if keeps_order else None,
+            bucket_bytes=strategy.bucket_bytes,
+            dp_sync=strategy.dp_sync,
+            modes=strategy.modes or None,
+            settings=strategy.settings,
+        )

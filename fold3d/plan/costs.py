@@ -134,6 +134,9 @@ class NetworkCosts:
     """Seconds that a rank computes longer for each byte that it sends in its group meanwhile: where there are no cores
     to spare, the links' threads take their time from those that compute."""
 
+    toll: float = 0.0
+    """The same for what it sends to other replicas and stages."""
+
     @property
     def bandwidth(self) -> float:
         """Bytes per second of a network card in the simulator: DP.sync's, or PP.sync's if there is only that."""

@@ -27,6 +27,8 @@ class Hosts:
     """What a host has to the others, all its ranks together."""
     within: Link
     """What a rank has to the others of its host."""
+    toll: float = 0.0
+    """As `NetworkCosts.toll`."""
 
     def network(self, world: int, tp: int) -> NetworkCosts:
         """Returns the links of a mesh with `tp` ranks in a tensor-parallel group, of `world` ranks."""
@@ -41,6 +43,7 @@ class Hosts:
             hop_latency=link.latency,
             tp_bandwidth=group.bandwidth,
             tp_latency=group.latency,
+            toll=self.toll,
         )
 
     def of_places(self, dp: int, pp: int, tp: int) -> tuple[int, ...]:

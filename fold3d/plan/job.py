@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fold3d.plan.cluster_model import Cluster
-from fold3d.plan.costs import NetworkCosts, Profile, pause_bytes
+from fold3d.plan.costs import NetworkCosts, Profile
 from fold3d.topology import LOOP
 from fold3d.trace import Trace
 
@@ -61,28 +60,11 @@ class Job:
     """What makes up for the delay; see ParallelConfig."""
     pool_limit: int | None = None
     """Bytes of a rank's pool; None: any."""
+    links: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """Bytes per second of the messages over each border between chunks, forward and backward, of a cut that is fixed;
+    None: `network.pp_bandwidth`."""
+    stage_times: tuple[float, ...] = ()
+    """How long the ranks of each stage take, relative to the profile; empty: as long."""
     hosts: tuple[int, ...] = ()
     """Of each place replica * pp + stage, as numbers that only tell hosts apart; those of a host share
     `network.bandwidth`, and what stays inside costs its latency. Empty: a host for each."""
-
-    def cluster(self, message_bytes: int) -> Cluster:
-        """Returns what the simulator is told of the ranks and their network.
-
-        Args:
-            message_bytes: of the largest message of PP.sync.
-        """
-        network, size = self.network, self.slice_bytes
-        return Cluster(
-            dp=self.dp,
-            bandwidth=network.bandwidth,
-            latency=network.message_latency(message_bytes),
-            hop_latency=network.hop_latency,
-            slice_bytes=pause_bytes(network.bandwidth) if size is None else size,
-            preempt=self.preempt,
-            action_seconds=self.action_seconds,
-            bucket_seconds=self.bucket_seconds,
-            copy_bandwidth=self.copy_bandwidth,
-            copies_share=True,
-            gradient_share=self.gradient_share,
-            gradient_delay=self.gradient_delay,
-        )

@@ -58,6 +58,9 @@ def numbers_of(job: Job) -> _C.PlanJob:
     model.offload_optimizer = job.offload_optimizer
     model.bandwidth, model.pp_bandwidth = network.bandwidth, network.pp_bandwidth
     model.pp_latency, model.hop_latency = network.pp_latency, network.hop_latency
+    if job.links is not None:
+        model.forward_links, model.backward_links = (list(rates) for rates in job.links)
+    model.stage_times, model.toll = list(job.stage_times), network.toll
     model.slice_bytes = pause_bytes(network.bandwidth) if job.slice_bytes is None else job.slice_bytes
     model.preempt = job.preempt
     model.action_seconds, model.bucket_seconds = job.action_seconds, job.bucket_seconds

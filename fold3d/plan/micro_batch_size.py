@@ -11,9 +11,12 @@ from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan.costs import Exchanges, Profile
 from fold3d.plan.job import Job
+from fold3d.plan.layout import Plan, simulate
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.proposal import Proposal
+from fold3d.plan.space import registry
+from fold3d.plan.strategy import Strategy
 
 
 def in_parts(job: Job, size: int) -> Job:
@@ -89,6 +92,54 @@ class _Sum:
             tuple(replace(b, bytes=self.bytes(a.bytes, b.bytes)) for a, b in zip(*layers, strict=True))
             for layers in zip(one, whole, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Micro-batches of so many samples, of which so many at most can be grouped (k of kFkB)."""
+
+    size: int
+    group_size: int
+
+
+def undominated(points: Iterable[Grouped]) -> list[Grouped]:
+    """Returns those for which there is no other with as many samples and as large groups, the most samples first."""
+    found: list[Grouped] = []
+    for point in sorted(points, key=lambda one: (-one.size, -one.group_size)):
+        if not found or point.group_size > found[-1].group_size:
+            found.append(point)
+    return found
+
+
+def memory_curve(whole: Job, strategy: Strategy) -> list[int]:
+    """Returns the sizes of micro-batches that are worth a try with the cut of a strategy, the largest first.
+
+    Ada-Grouper's candidates: of each size the largest groups that fit into memory; a size is of no use where a larger
+    one can be grouped as much. With several segments there is no kFkB, and all that fit are.
+
+    Args:
+        whole: the job, of micro-batches that are not divided, some samples of which are known.
+    """
+    points = []
+    for size in sizes_of(whole.samples or 1):
+        job = registry.with_costs(in_parts(whole, size), strategy.settings)
+        plan = replace(Plan.of(strategy), schedule="1f1b" if strategy.segments == 1 else strategy.schedule)
+        if strategy.segments > 1:
+            points.append(Grouped(size, job.micro_batches if _fits(job, plan) else 0))
+            continue
+        fit, no = 0, job.micro_batches + 1  # the most that fit lie between
+        while no - fit > 1:
+            middle = (fit + no) // 2
+            fits = _fits(job, replace(plan, schedule="kfkb", group_size=middle))
+            fit, no = (middle, no) if fits else (fit, middle)
+        points.append(Grouped(size, fit))
+    return [one.size for one in undominated(one for one in points if one.group_size)]
+
+
+def _fits(job: Job, plan: Plan) -> bool:
+    if job.memory_limit is None:
+        return True
+    return max(curve.peak.device for curve in simulate(job, plan)[1]) <= job.memory_limit
 
 
 _WORTH_PARTS = 0.97

@@ -1,17 +1,23 @@
-"""Settings that are "auto": which of them need no measurement, and what they are where nothing is planned."""
+"""Settings that are "auto": which of them need no measurement, what they are where nothing is planned, and what a
+strategy that is given back says of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from fold3d import schedule as schedules
 from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, TraceError
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.programs import Programs
 from fold3d.plan.space import dp_sync, group_size, registry, schedule
-from fold3d.plan.strategy import Ranges, Strategy
+from fold3d.plan.strategy import MIXED, Ranges, Strategy, given
 from fold3d.recompute import Recompute
+from fold3d.trace import Trace
+
+FOLLOWED = ("dp", "tp", "pp", *(knob.name for knob in registry.KNOBS))
+"""Settings that a strategy says, beside the number of micro-batches."""
 
 
 def constraints_of(config: ParallelConfig) -> Constraints:
@@ -20,6 +26,81 @@ def constraints_of(config: ParallelConfig) -> Constraints:
     decided = {knob: value for knob, value in given.items() if value is not None and value != AUTO}
     settings = tuple((knob.name, knob.text(value)) for knob, value in decided.items() if not knob.has_field)
     return Constraints(**{knob.name: value for knob, value in decided.items() if knob.has_field}, settings=settings)
+
+
+def followed(config: ParallelConfig) -> ParallelConfig:
+    """Returns the layout with all that its `strategy` says, as if it were set one by one; the same where there is none.
+
+    How many micro-batches are given is left open where they are divided: the strategy counts the parts.
+
+    Raises: ConfigError for what is no strategy, and for a setting that says something else.
+    """
+    if config.strategy is None:
+        return config
+    strategy = given(config.strategy)
+    registry.check(Constraints(settings=strategy.settings))
+    if config.micro_batch_size == AUTO or config.memory_limit is not None:
+        name = "memory_limit" if config.micro_batch_size is None else "micro_batch_size"
+        raise ConfigError(f"{name}={getattr(config, name)!r} has no effect with strategy, which leaves nothing open")
+    said: dict[str, Any] = {axis: getattr(strategy, axis) for axis in ("dp", "tp", "pp")}
+    if config.micro_batch_size is None:
+        said["micro_batches"] = strategy.micro_batches
+    for knob in registry.KNOBS:
+        if strategy.tp == 1 and knob.needs_tp:
+            continue
+        value = knob.of(strategy)
+        if knob.flag(value, strategy) is not None:
+            said[knob.name] = value if isinstance(value, (int, str)) else knob.text(value)
+    said = dict.fromkeys(("recompute", "offload"), "none") | said
+    for field in fields(ParallelConfig):
+        mine, its = getattr(config, field.name), said.get(field.name, field.default)
+        if field.name in (*FOLLOWED, *said) and mine not in (field.default, its):
+            trainers = " (of the Trainer: gradient_accumulation_steps)" if field.name == "micro_batches" else ""
+            raise ConfigError(
+                f"{field.name}={mine!r}{trainers} contradicts the strategy, which has {its!r}; remove one of them"
+            )
+    return replace(config, **said)
+
+
+def fitted(config: ParallelConfig, layout: Trace | None) -> Strategy | None:
+    """Returns the strategy that is given, for a model; None where there is none.
+
+    Args:
+        config: `followed`; with as many micro-batches as run.
+        layout: what the model is cut by; None: it has no blocks that anybody knows of.
+    Raises: ConfigError for one of another model, or of another number of micro-batches.
+    """
+    if config.strategy is None:
+        return None
+    strategy = given(config.strategy)
+    if strategy.micro_batches != config.micro_batches:
+        raise ConfigError(
+            f"micro_batches={config.micro_batches} contradicts the strategy, which has "
+            f"micro_batches={strategy.micro_batches}; change one of them"
+        )
+    if layout is None:
+        if strategy.num_chunks > 1:
+            raise ConfigError(f"the strategy has {strategy.num_chunks} chunks, and the model has no blocks to cut at")
+        return replace(strategy, ranges=((0, 0),))
+    try:
+        layout.check_ranges(list(strategy.ranges))
+    except TraceError as error:
+        blocks = ",".join(f"{first}-{end}" for first, end in strategy.ranges)
+        raise ConfigError(f"the strategy's blocks={blocks} are not this model's: {error}") from None
+    return strategy
+
+
+def check_buckets(strategy: Strategy, stage: int, buckets: int) -> None:
+    """Raises: ConfigError where a strategy has ways or gathers of other buckets than a stage's."""
+    modes = strategy.modes_of(stage, buckets)
+    early = {number for number, mode in enumerate(modes) if mode == "early"}
+    if len(modes) != buckets or set(strategy.gathers_of(stage, buckets)) != early:
+        way = MIXED if strategy.modes else strategy.dp_sync
+        raise ConfigError(
+            f"stage {stage} has {buckets} buckets of gradients, and the strategy's dp_sync={way} and gather_order are "
+            f"of others: it is of a model with other parameters, or of another bucket_bytes than "
+            f"{strategy.bucket_bytes}"
+        )
 
 
 def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
@@ -32,6 +113,8 @@ def resolve_auto(config: ParallelConfig, dp: int) -> Constraints:
     """
     constraints = replace(constraints_of(config), segments=_only_segments(config, dp))
     registry.check(constraints)
+    if config.strategy is not None:
+        return constraints
     if config.memory_limit is not None and not needs_planner(config, constraints, dp, limited=True):
         raise ConfigError(
             f"memory_limit={config.memory_limit} has no effect: everything that memory depends on is set; remove it, "
@@ -47,6 +130,8 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, 
         constraints: from `resolve_auto`.
         limited: there is a limit to a rank's memory, the user's or the device's.
     """
+    if config.strategy is not None:
+        return False
     if constraints.segments is None:
         return True
     is_open_family = constraints.schedule in group_size.SCHEDULES and constraints.group_size is None

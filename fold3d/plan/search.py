@@ -474,39 +474,59 @@ def recheck(
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     tp_ms: tuple[Sequence[float], Sequence[float]] | None = None,
+    others: Sequence[Job] = (),
 ) -> Proposal | None:
     """Returns a better strategy for the times that a run measured, or None if none is better by 3 %.
 
-    The cut, the buckets and their modes stay, so weights and optimizer state stay where they are; schedule, N and the
-    order of early gathers may change.
+    The cut, the buckets and their modes stay, so weights and optimizer state stay where they are; schedule, N, the
+    order of early gathers and the size of micro-batches may change.
 
     Args:
+        job: as it runs.
         forward_ms, backward_ms: of every chunk, for one micro-batch.
         tp_ms: the parts of both in which TP.sync was waited for; None: nobody counts them, the shares stay.
-    Raises: ConfigError unless there is one of each per chunk.
+        others: the job in micro-batches of other sizes, which may be taken as well; the proposal then says the size.
+    Raises: ConfigError unless there is one of each time per chunk.
     """
     if not len(forward_ms) == len(backward_ms) == strategy.num_chunks:
         raise ConfigError(
             f"{len(forward_ms)} forward and {len(backward_ms)} backward times for {strategy.num_chunks} chunks: "
             "one each"
         )
+    plan, jobs = Plan.of(strategy), [registry.with_costs(one, strategy.settings) for one in (job, *others)]
+    backward_ms = without_recomputed(jobs[0], strategy, backward_ms)
     # What an action costs beside its layers was measured with them, and so was what settings cost.
-    job = registry.with_costs(job, strategy.settings)
-    backward_ms = without_recomputed(job, strategy, backward_ms)
-    measured = replace(with_times(job, strategy.ranges, forward_ms, backward_ms, tp_ms), action_seconds=0.0)
-    constraints = Constraints(
-        ranges=strategy.ranges,
-        bucket_bytes=strategy.bucket_bytes,
-        dp_sync=strategy.dp_sync,
-        modes=strategy.modes or None,
-        settings=strategy.settings,
-    )
-    plan = Plan.of(strategy)
-    layout = layout_of(measured, plan.ranges, plan.bucket_bytes, plan.spared)
+    action_ms = 1e3 * job.action_seconds
+    predicted = [layout_of(one, strategy.ranges, strategy.bucket_bytes) for one in jobs]
+    measured = []
+    for one, layout in zip(jobs, predicted, strict=True):
+        times = []
+        for ms, mine, its in (
+            (forward_ms, predicted[0].forward, layout.forward),
+            (backward_ms, predicted[0].backward, layout.backward),
+        ):
+            shares = [b / a if a > 0 else 1.0 for a, b in zip(mine, its, strict=True)]
+            alike = layout is predicted[0]
+            times.append(
+                [t if alike else max(0.0, t - action_ms) * s + action_ms for t, s in zip(ms, shares, strict=True)]
+            )
+        measured.append(replace(with_times(one, strategy.ranges, *times, tp_ms), action_seconds=0.0, stage_times=()))
+    layout = layout_of(measured[0], plan.ranges, plan.bucket_bytes, plan.spared)
     gathers = tuple(tuple(strategy.gathers_of(stage, layout.buckets_of(stage, job.pp))) for stage in range(job.pp))
-    now = simulate(measured, replace(plan, gather_order=gathers))[0].step_ns / 1e6
-    found = _search([measured], constraints, [(0, strategy.settings, measured)])[0]
-    if found.winner is None:
-        raise ConfigError(found.cannot)
-    better = found.proposal()
-    return better if better.step_ms < _WORTH_A_CHANGE * now else None
+    now = simulate(measured[0], replace(plan, gather_order=gathers))[0].step_ns
+    variants = [(number, strategy.settings, one) for number, one in enumerate(measured)]
+    found = _search(measured, Constraints.of(strategy, keeps_order=False), variants)
+    if all(one.winner is None for one in found):
+        raise ConfigError(found[0].cannot)
+    numbers = [number for number, one in enumerate(found) if one.best is not None and (one.fits or not number)]
+    best = min(numbers, key=lambda number: _step_ns(found[number]))
+    if 0 in numbers and _step_ns(found[best]) >= _WORTH_A_CHANGE * _step_ns(found[0]):
+        best = 0  # the size stays where it hardly matters
+    if _step_ns(found[best]) >= _WORTH_A_CHANGE * now:
+        return None
+    return replace(found[best].proposal(), micro_batch_size=measured[best].samples if others else None)
+
+
+def _step_ns(found: Found) -> int:
+    assert found.best is not None, "asked for by those who looked"
+    return found.best.step_ns

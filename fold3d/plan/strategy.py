@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from pathlib import Path
 
 from fold3d.config import DEFAULT_BUCKET_BYTES, DP_SYNC
 from fold3d.errors import ConfigError
@@ -159,6 +161,29 @@ def parse(text: str) -> Strategy:
         wrong = next(word for word, other in zip_longest(given, expected) if word != other)
         raise ConfigError(f"{text!r} is not a strategy: {wrong!r} is not what stands there in {str(made)!r}")
     return made
+
+
+_PRINTED = "strategy: "
+"""Before the text form in what `fold3d plan` prints."""
+
+
+def given(text: str) -> Strategy:
+    """Returns the strategy of a text form, or of a file with one: alone, or with all else that `fold3d plan` prints.
+
+    Raises: ConfigError for a file that cannot be read or has none, and as `parse`.
+    """
+    if text.lstrip().startswith(("dp=", _PRINTED)):
+        return parse(text.strip().removeprefix(_PRINTED))
+    try:
+        content = Path(text).expanduser().read_text(encoding="utf-8").strip()
+        found = json.loads(content).get("strategy") if content.startswith("{") else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"strategy={text!r}: must be what `fold3d plan` prints behind {_PRINTED!r}, or a file with it ({error})"
+        ) from None
+    lines = [line.strip() for line in content.splitlines()]
+    found = found or next((line for line in lines if line.startswith(_PRINTED)), content)
+    return parse(str(found).removeprefix(_PRINTED))
 
 
 def name_of(segments: int, schedule: str, group_size: int | None, dp_sync: str | None) -> str:

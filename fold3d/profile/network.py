@@ -33,6 +33,7 @@ _MOST_ROUNDS = 100
 _LEAST_BURST = 1 << 18  # bytes
 _MOST_BURST = 1 << 28
 _BESIDE_SECONDS = 0.02  # of exchanges beside which something is computed
+_PIECE = 1 << 22  # bytes of one of them at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def measure_network(
     dp: int,
     activation_bytes: int,
     seconds: float = 1.0,
+    compute: Callable[[int, int, int], None] | None = None,
+    shares_cores: bool = True,
 ) -> NetworkCosts:
     """Returns what the slowest rank measured; all ranks call it with the same arguments.
 
@@ -70,7 +73,11 @@ def measure_network(
         slowest: element-wise maximum over all ranks.
         activation_bytes: of a pipeline message.
         seconds: about how long to measure; growing to the size that is measured may take as long again.
+        compute: does a small piece of work so many times, while so many reduce-scatters (of one replica: messages) of
+            so many bytes travel, and returns when both are done. None: nobody looks whether they delay it.
+        shares_cores: whether what moves bytes takes the cores that compute.
     """
+    toll = 0.0
     pp_latency, pp_bandwidth = 0.0, math.inf
     if pass_on is not None:
         pass_on(_SMALL)  # connects
@@ -87,8 +94,16 @@ def measure_network(
         dp_bandwidth = hops / dp * size / _without(spent, hops * hop_latency)
         if pass_on is None:
             pp_latency, pp_bandwidth = hop_latency, dp_bandwidth
+    if compute is not None and math.isfinite(dp_bandwidth):
+        part = (dp - 1) / dp if sum_up is not None else 2.0  # of the size is sent
+        piece = max(1, min(_PIECE, round(dp_bandwidth * _BESIDE_SECONDS / part)))
+        toll = _toll(compute, piece, part * piece, dp_bandwidth, slowest, shares_cores=shares_cores)
     return NetworkCosts(
-        pp_latency=pp_latency, pp_bandwidth=pp_bandwidth, dp_bandwidth=dp_bandwidth, hop_latency=hop_latency
+        pp_latency=pp_latency,
+        pp_bandwidth=pp_bandwidth,
+        dp_bandwidth=dp_bandwidth,
+        hop_latency=hop_latency,
+        toll=toll,
     )
 
 
@@ -126,10 +141,12 @@ def _toll(
     sent: float,
     bandwidth: float,
     slowest: Callable[[list[float]], list[float]],
+    *,
+    shares_cores: bool = True,
 ) -> float:
-    """Returns by how much each byte that a rank sends while it computes delays its computing, in seconds: no longer
-    than both take the cores' time, which says nothing of cores to spare, and delay it here, to which other work on the
-    machine adds.
+    """Returns by how much each byte that a rank sends while it computes delays its computing, in seconds: where both
+    share cores no longer than both take the cores' time, which says nothing of cores to spare, and delay it here, to
+    which other work on the machine adds.
 
     Args:
         size: bytes of a sum; it sends `sent` of them.
@@ -148,7 +165,7 @@ def _toll(
     # In turns: what else the machine does would count for one of them.
     rounds = [(*spent(0, times), *spent(count, times)) for _ in range(_FEW)]
     alone, alone_cores, beside, beside_cores = slowest([min(one) for one in zip(*rounds, strict=True)])
-    delay = max(0.0, min(beside - alone, beside_cores - alone_cores))
+    delay = max(0.0, min(beside - alone, beside_cores - alone_cores if shares_cores else math.inf))
     return min(1 / bandwidth, delay / (count * sent))
 
 
@@ -217,13 +234,15 @@ def probe_network(
     """
 
     with ExitStack() as stack:
-        pass_on = sum_up = None
+        pass_on = sum_up = start = None
         if topology.pp > 1:
             messages = tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
             pass_on = stack.enter_context(messages)
+            mover = stack.enter_context(ThreadPoolExecutor(1, "fold3d-probe"))
+            start = _moving(mover, pass_on)
         if topology.dp > 1:
             sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
-            sum_up = stack.enter_context(sums)
+            sum_up, start = stack.enter_context(sums)
         return measure_network(
             pass_on=pass_on,
             sum_up=sum_up,
@@ -231,7 +250,42 @@ def probe_network(
             dp=topology.dp,
             activation_bytes=activation_bytes,
             seconds=seconds,
+            compute=None if start is None else _computing(start, device),
+            shares_cores=device.type == "cpu",
         )
+
+
+Start = Callable[[int, int], Callable[[], None]]
+"""Starts so many transfers of so many bytes; returns what waits for them."""
+
+
+def _moving(mover: ThreadPoolExecutor, pass_on: Action) -> Start:
+    """Returns what passes messages on beside what its caller does."""
+
+    def start(count: int, size: int) -> Callable[[], None]:
+        moved = [mover.submit(pass_on, size) for _ in range(count)]
+
+        def wait() -> None:
+            for one in moved:
+                one.result()
+
+        return wait
+
+    return start
+
+
+def _computing(start: Start, device: torch.device) -> Callable[[int, int, int], None]:
+    """Returns what multiplies small matrices so many times beside transfers."""
+    matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
+
+    def compute(times: int, count: int, size: int) -> None:
+        wait = start(count, size)
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+        wait()
+        synchronize(device)
+
+    return compute
 
 
 def probe_shards(
@@ -261,27 +315,31 @@ def probe_shards(
         torch.ops.fold3d.tp_all_reduce(numbers, shards.group, "sum")
         synchronize(device)
 
-    matrix = torch.zeros(_MATRIX, _MATRIX, device=device)
-
     room = torch.zeros(0, device=device)
 
-    def compute(times: int, sums: int, size: int) -> None:
+    def start(sums: int, size: int) -> Callable[[], None]:
         nonlocal room
         each = -(-size // _FLOAT)
         if room.numel() < sums * each:
             room = torch.zeros(sums * each, device=device)
         numbers = [room[number * each : (number + 1) * each] for number in range(sums)]
         started = [torch.ops.fold3d.tp_all_reduce_start_(one, shards.group) for one in numbers]
-        for _ in range(times):
-            torch.mm(matrix, matrix)
-        for one in started:
-            torch.ops.fold3d.tp_finish(one)
-        synchronize(device)
+
+        def finish() -> None:
+            for one in started:
+                torch.ops.fold3d.tp_finish(one)
+
+        return finish
 
     try:
         with groups.world.progress.life.ending(shards):
             return measure_shards(
-                sum_up=sum_up, compute=compute, slowest=_slowest(groups), tp=topology.tp, size=size, seconds=seconds
+                sum_up=sum_up,
+                compute=_computing(start, device),
+                slowest=_slowest(groups),
+                tp=topology.tp,
+                size=size,
+                seconds=seconds,
             )
     finally:
         shards.close()
@@ -368,7 +426,9 @@ def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator
 
 
 @contextmanager
-def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout: float) -> Iterator[Action]:
+def _ring_sums(
+    topology: Topology, groups: Groups, device: torch.device, timeout: float
+) -> Iterator[tuple[Action, Start]]:
     arbiter = _C.NicArbiter("", True)
     sync = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=True)
     steps = iter(range(1, 1 << 30))
@@ -381,9 +441,26 @@ def _ring_sums(topology: Topology, groups: Groups, device: torch.device, timeout
         sync.gather(0, gradients)
         sync.wait_gathered(0)
 
+    room = torch.zeros(0)
+
+    def start(count: int, size: int) -> Callable[[], None]:
+        nonlocal room
+        each = -(-size // (_FLOAT * topology.dp)) * topology.dp
+        if room.numel() < count * each:
+            room = torch.zeros(count * each)
+        sync.begin(next(steps), [])
+        for bucket in range(count):
+            sync.reduce(bucket, room[bucket * each : (bucket + 1) * each], 1.0)
+
+        def wait() -> None:
+            for bucket in range(count):
+                sync.wait_reduced(bucket)
+
+        return wait
+
     try:
         with groups.world.progress.life.ending(sync):
-            yield sum_up
+            yield sum_up, start
     finally:
         sync.close()
 
@@ -409,7 +486,7 @@ def _messages(topology: Topology, groups: Groups, device: torch.device) -> Itera
 
 
 @contextmanager
-def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[tuple[Action, Start]]:
     """What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's. NCCL's is not."""
     dp, replica = topology.dp, topology.dp_rank
 
@@ -429,7 +506,18 @@ def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[
         dist.all_reduce(torch.zeros(max(1, size // _FLOAT), device=device), group=groups.data.library)
         synchronize(device)
 
-    yield ring if device.type == "cpu" else all_reduce
+    def start(count: int, size: int) -> Callable[[], None]:
+        # Half of an all-reduce is what a reduce-scatter sends.
+        made = [torch.zeros(max(1, size // (2 * _FLOAT)), device=device) for _ in range(count)]
+        works = [dist.all_reduce(one, group=groups.data.library, async_op=True) for one in made]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+    yield ring if device.type == "cpu" else all_reduce, start
 
 
 _BYTES = 16 << 20

@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -33,6 +32,7 @@ from fold3d.splitting.readers import with_together
 from fold3d.splitting.sequence import NoSequenceError, odd_length, plan_sequence
 from fold3d.trace.caches import apart_from_caches
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.shadow import shared
 
 _MOST = 16
 
@@ -95,6 +95,8 @@ def _plain(value: Any) -> list[tuple[str, Any]]:
 class _Seen:
     """What does not depend on the number of ranks."""
 
+    of: nn.Module
+    by: Trace
     skeleton: nn.Module
     calls: dict[str, CapturedCall]
     reach: dict[str, dict[str, list[Atom]]]
@@ -102,31 +104,15 @@ class _Seen:
     reads: VocabularyReads
 
 
-_SHARED: ContextVar[list[tuple[nn.Module, Trace, _Seen]] | None] = ContextVar("fold3d_captures", default=None)
-
-
-@contextmanager
-def shared_captures() -> Iterator[None]:
-    """In its body one look at a model's blocks serves all numbers of ranks. Nobody changes the model or the example
-    meanwhile."""
-    token = _SHARED.set([])
-    try:
-        yield
-    finally:
-        _SHARED.reset(token)
-
-
 def _seen(model: nn.Module, trace: Trace, example: Mapping[str, Any]) -> _Seen:
-    shared = _SHARED.get()
-    for of, by, one in shared or ():
-        if of is model and by is trace:
+    known = shared(_Seen)
+    for one in known:
+        if one.of is model and one.by is trace:
             return one
     skeleton = skeleton_of(model, trace)
     calls = capture(model, trace, example, shadow=skeleton)
-    made = _Seen(skeleton, calls, {}, watch_reads(model, trace, example))
-    if shared is not None:
-        shared.append((model, trace, made))
-    return made
+    known.append(_Seen(model, trace, skeleton, calls, {}, watch_reads(model, trace, example)))
+    return known[-1]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,14 @@ from fold3d.trace.compound import compute_as_linear, holders, prepare_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape
 
+T = TypeVar("T")
+
 
 class Shadow:
     """A copy in training mode. The model and random numbers are not touched, no process group is used.
 
     Attributes:
+        of: the model.
         mode: of its tensors.
         model: the copy. Hooks, forwards and whatever else a question puts on it, or a call changes, go with the
             question (`ask`).
@@ -42,7 +45,7 @@ class Shadow:
         model: whole; parameters of any device.
         device: whose kernels are chosen; of a kind that this torch knows.
         """
-        self._device = _numberless(device)
+        self.of, self._device = model, _numberless(device)
         self.mode = WithoutValues()
         self.model = fake_copy(model, self.mode, self._device).train()
         self._contents = _Contents(self.model)
@@ -99,30 +102,35 @@ class Shadow:
             yield
 
 
-_SHARED: ContextVar[list[tuple[nn.Module, torch.device, Shadow]] | None] = ContextVar("fold3d_shadows", default=None)
+_SHARED: ContextVar[dict[type, list[Any]] | None] = ContextVar("fold3d_shared", default=None)
 
 
 @contextmanager
 def shared_shadows() -> Iterator[None]:
-    """In its body one copy of a model serves all questions about it, of each kind of device. Nobody changes the model
-    meanwhile."""
-    token = _SHARED.set([])
+    """In its body one copy of a model serves all questions about it, of each kind of device, and what was found out
+    with it serves all who ask again (`shared`). Nobody changes the model, or an example, meanwhile."""
+    token = _SHARED.set({})
     try:
         yield
     finally:
         _SHARED.reset(token)
 
 
+def shared(kind: type[T]) -> list[T]:
+    """Returns what there is of a kind in the body of `shared_shadows`, to be added to; outside of it nobody keeps what
+    is added."""
+    known = _SHARED.get()
+    return [] if known is None else known.setdefault(kind, [])
+
+
 @contextmanager
 def shadow_of(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[Shadow]:
     """Around one question: yields a copy of `model`, or one that answered others (`shared_shadows`)."""
-    shared, device = _SHARED.get(), _numberless(device)
-    found = (one for of, on, one in shared or () if of is model and on == device and not one.is_asked)
-    known = next(found, None)
+    copies, device = shared(Shadow), _numberless(device)
+    known = next((one for one in copies if one.of is model and one._device == device and not one.is_asked), None)
     if known is None:
         known = Shadow(model, device)
-        if shared is not None:
-            shared.append((model, device, known))
+        copies.append(known)
     with known.ask():
         yield known
 

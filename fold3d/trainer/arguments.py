@@ -27,7 +27,7 @@ from fold3d.config import (
 from fold3d.errors import ConfigError
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
-from fold3d.plan.resolve import programs_of, resolve_auto
+from fold3d.plan.resolve import FOLLOWED, followed, programs_of, resolve_auto
 from fold3d.topology import Topology
 from fold3d.trainer.other_device import other_device
 from fold3d.trainer.reader import refuse_stock_trainer
@@ -70,6 +70,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     parallel: str | None = of_config("parallel")
     global_batch_size: int | None = of_config("global_batch_size")
+    strategy: str | None = of_config("strategy")
     dp: int | None = of_config("dp")
     tp: int = of_config("tp")
     tp_plan: Plan | None = of_config("tp_plan")
@@ -98,6 +99,7 @@ class TrainingArguments(transformers.TrainingArguments):
     blocks: str = of_config("blocks")
     partition: str = of_config("partition")
     recompute: FlagOrAuto = of_config("recompute")
+    retune: bool = of_config("retune")
     comm_timeout: float | None = of_config("comm_timeout")
     timeline: int | None = field(
         default=None,
@@ -156,6 +158,7 @@ class TrainingArguments(transformers.TrainingArguments):
         m = self.gradient_accumulation_steps  # by its name here; it is the Engine's micro_batches
         if not isinstance(m, int) or isinstance(m, bool) or m < 1:
             raise ConfigError(f"gradient_accumulation_steps={m!r}: must be an integer of at least 1")
+        self._follow_strategy()
         world_size = _announced_world_size()
         self._settle_batch(world_size)
         self._settle_saving(world_size)
@@ -210,6 +213,14 @@ class TrainingArguments(transformers.TrainingArguments):
         if "underflow_overflow" in str(self.debug):
             self._run_all_modules(constraints.segments)
         return constraints.segments is None or constraints.segments * config.pp * config.tp > 1
+
+    def _follow_strategy(self) -> None:
+        """Takes over what `strategy` says. Raises: ConfigError for what contradicts it."""
+        if self.strategy is not None:
+            config = followed(self.layout)
+            self.gradient_accumulation_steps = config.micro_batches
+            for name in FOLLOWED:
+                setattr(self, name, getattr(config, name))
 
     def _settle_batch(self, world_size: int) -> None:
         """Makes gradient_accumulation_steps follow from `global_batch_size`. Raises: ConfigError where it cannot."""

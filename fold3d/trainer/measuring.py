@@ -14,13 +14,13 @@ import transformers.trainer
 from torch import Tensor
 from torch.nn import Module
 
+from fold3d.cluster.devices import known_device
 from fold3d.engine.engine import Engine
 from fold3d.observe.announce import announce
 from fold3d.observe.memory import peak_bytes
 from fold3d.observe.step_breakdown import gather_records
 from fold3d.observe.timeline import write_trace
 from fold3d.observe.timeline_picture import write_picture
-from fold3d.profile.devices import known_device
 from fold3d.trace.shadow import fake_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trainer.console import printing_lines

@@ -358,3 +358,33 @@ def test_meshes_as_numbers(capsys, gpt2_folder):  # noqa: F811
     assert found["meshes"][0]["step_seconds"] == found["step_seconds"]
     refused = [one for one in found["meshes"] if one["tp"] == 4]
     assert refused and all(one["step_seconds"] is None and one["reason"] for one in refused)
+
+
+def test_a_strategy_is_given_back(capsys, gpt2_folder, tmp_path):  # noqa: F811
+    common = (gpt2_folder, "-w", 4, "-p", 2, "-m", 4, "--tokens", 16)
+    code, out, _ = run(capsys, *common, "--segments", 2, "--dp-sync", "zero1")
+    path = tmp_path / "plan.txt"
+    path.write_text(out)
+    again, found, err = run(capsys, gpt2_folder, "--tokens", 16, "--strategy", path)
+    assert code == again == 0 and not err
+    assert strategy_in(found) == strategy_in(out) and step_ms(found) == step_ms(out)
+    for more, why in (
+        (("-w", 8), "--world-size is 8"),
+        (("--segments", 3), "--segments has no effect with --strategy"),
+    ):
+        code, _, err = run(capsys, gpt2_folder, "--tokens", 16, "--strategy", path, *more)
+        assert code != 0 and why in err
+
+
+def test_several_devices_and_several_kinds_in_one_job(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-p", 2, "-m", 4, "--tokens", 16, "--segments", 1)
+    code, out, _ = run(capsys, *common, "-w", 2, "--device", "A100", "--device", "T4", "--json")
+    assert code == 0
+    fast, slow = json.loads(out)
+    assert (fast["device"], slow["device"]) == ("A100", "T4") and fast["step_seconds"] <= slow["step_seconds"]
+    code, out, _ = run(capsys, *common, "-w", 2, "--device", "A100", "--device", "T4")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[-3:]] == ["device", "A100", "T4"]
+    code, out, _ = run(capsys, *common, "--device", "A100:1,T4:1", "--dtype", "bfloat16")
+    assert code == 0 and "the slowest 4.8 times slower" in out and strategy_in(out).pp == 2
+    code, _, err = run(capsys, *common, "-w", 3, "--device", "A100:1,T4:1")
+    assert code != 0 and "has 2 GPUs, and there are 3 processes" in err

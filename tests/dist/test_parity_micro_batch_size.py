@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
@@ -75,6 +76,86 @@ def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
         assert micro_batches == 2 * case.m and planned <= limit
         assert result.losses == pytest.approx(alone.losses, rel=TOLERANCE[case.dtype])
         assert result.norms == pytest.approx(alone.norms, rel=TOLERANCE[case.dtype])
+
+
+def train_changing(case: Case) -> tuple[parity_jobs.Result, list[tuple[str, int | None, int]]]:
+    """Called on every rank: returns the numbers, and schedule, N and micro-batches of each step, each of which differs
+    from the one before, as the replanner changes them."""
+    plans = [("kfkb", 2, 1), ("1f1b", None, 2), ("kfkb", 3, 1), ("gpipe", None, 1), ("1f1b", None, 2), ("kfkb", 1, 1)]
+    with parity_jobs.precision(case):
+        engine = parity_jobs.engine_of(
+            case, memory_limit="1GB", schedule="auto", micro_batch_size="auto", offload="none", recompute="none"
+        )
+        result, seen = parity_jobs.Result(), []
+        for step in range(len(plans)):
+            out = engine.step(parity_jobs.batch_of(engine, case, step))
+            result.losses.append(out.loss.item())
+            result.norms.append(out.grad_norm.item())
+            strategy = engine.strategy
+            seen.append((strategy.schedule, strategy.group_size, strategy.micro_batches))
+            assert engine._rank is not None and engine._rank.step.division is not None
+            division = engine._rank.step.division
+            assert division.may_divide
+            name, group_size, size = plans[step]
+            division.resize(size)
+            parts = case.m * 2 // size
+            changes = {"schedule": name, "group_size": group_size, "micro_batches": parts}
+            engine._follow(replace(strategy, **changes))
+        result.weights = engine.state_dict()["model"]
+        engine.close()
+        return result, seen
+
+
+def train_plainly(case: Case, steps: int) -> parity_jobs.Result:
+    with parity_jobs.precision(case):
+        engine, result = parity_jobs.engine_of(case), parity_jobs.Result()
+        for step in range(steps):
+            out = engine.step(parity_jobs.batch_of(engine, case, step))
+            result.losses.append(out.loss.item())
+            result.norms.append(out.grad_norm.item())
+        result.weights = engine.state_dict()["model"]
+        engine.close()
+        return result
+
+
+@pytest.mark.gate(cases=1)
+def test_size_and_order_that_change_in_flight_change_no_number(ranks: RankPool) -> None:
+    case = Case(pp=2, m=3, dropout=0.1, labels="ragged")
+    results = ranks.run(train_changing, case.ranks, case)
+    assert len({count for _, _, count in results[0][1]}) == 2 and len({name for name, _, _ in results[0][1]}) >= 3
+    alone = ranks.run(train_plainly, 1, case.alone(), 6)[0]
+    for result, seen in results:
+        assert seen == results[0][1]
+        assert result.losses == pytest.approx(alone.losses, rel=1e-12)
+        assert result.norms == pytest.approx(alone.norms, rel=1e-12)
+    for name, tensor in alone.weights.items():
+        torch.testing.assert_close(results[0][0].weights[name], tensor, rtol=0, atol=1e-12)
+
+
+def train_given(case: Case, strategy: str | None) -> tuple[parity_jobs.Result, str]:
+    """Called on every rank: returns the numbers and the strategy that ran; with a text, that text alone says the
+    layout."""
+    open_ = {"segments": "auto", "schedule": "auto", "recompute": "auto", "bucket_bytes": None, "micro_batches": 1}
+    changes = {"strategy": strategy, "dp": None, "tp": None, "pp": None, **open_} if strategy else {}
+    with parity_jobs.precision(case):
+        engine, result = parity_jobs.engine_of(case, **changes), parity_jobs.Result()
+        for step in range(3):
+            out = engine.step(parity_jobs.batch_of(engine, case, step))
+            result.losses.append(out.loss.item())
+            result.norms.append(out.grad_norm.item())
+        result.weights = engine.state_dict()["model"]
+        ran = str(replace(engine.strategy, gather_order=()))
+        engine.close()
+        return result, ran
+
+
+def test_a_strategy_given_back_trains_as_the_same_settings_by_hand(ranks: RankPool) -> None:
+    case = Case(dp=2, pp=2, m=2, segments=2, schedule="aiao", recompute="blocks", labels="padded", dp_sync="zero1")
+    by_hand = ranks.run(train_given, case.ranks, case, None)
+    text = by_hand[0][1]
+    for (expected, _), (found, ran) in zip(by_hand, ranks.run(train_given, case.ranks, case, text), strict=True):
+        assert ran == text and found.losses == expected.losses and found.norms == expected.norms
+        assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
 
 
 def losses_with_labels_in_some_rows(dp: int, size: int | None) -> list[float]:

@@ -10,9 +10,10 @@ import torch
 
 from fold3d import ParallelConfig
 from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.planner import steps_parts
+from fold3d.engine.planning.planner import slow_stages, steps_parts
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.search import decide
+from fold3d.topology import Topology
 from tests.plan.jobs import evaluate, make_job
 
 
@@ -58,3 +59,12 @@ def test_host_memory_is_limited_by_the_user_only() -> None:
     cpu = torch.device("cpu")
     assert memory_limit(ParallelConfig(), cpu) is None
     assert memory_limit(ParallelConfig(memory_limit=12345), cpu) == 12345
+
+
+def test_stages_on_slow_hosts_are_told_apart() -> None:
+    topology = Topology(dp=2, pp=2, rank=0)
+    even = [("a", 1.0), ("a", 1.3), ("b", 1.1), ("b", 0.9)]  # a host's ranks differ by what else it does
+    assert slow_stages(topology, even) == ()
+    assert slow_stages(topology, [("a", 1.0), ("b", 2.0), ("a", 1.0), ("b", 2.0)]) == (1 / 1.5, 2 / 1.5)
+    assert slow_stages(topology, [("a", 1.0), ("a", 1.0), ("b", 2.0), ("b", 2.0)]) == (2 / 1.5, 2 / 1.5)
+    assert slow_stages(topology, [("a", None)] * 4) == ()

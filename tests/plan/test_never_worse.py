@@ -109,6 +109,45 @@ def test_freedom_never_hurts(seed: int) -> None:
     assert free.step_ms <= pinned.step_ms * EQUAL, f"{constraints}: {pinned.table}\n{free.table}"
 
 
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 100))])
+def test_nor_where_stages_links_and_what_travels_differ(seed: int) -> None:
+    """Ranks of several speeds, borders with links of their own (of a fixed cut), and sends that delay computing."""
+    numbers = random.Random(3000 + seed)
+    job = random_job(numbers)
+    network = job.network
+    job = replace(
+        job,
+        stage_times=tuple(numbers.choice((1.0, 1.0, 1.3, 4.8)) for _ in range(job.pp)),
+        network=replace(network, toll=numbers.choice((0.0, 0.3, 0.8)) / network.bandwidth),
+    )
+    constraints, fixed = random_constraints(numbers, job), Constraints()
+    if numbers.random() < 0.5:
+        segments = constraints.segments or 1
+        ranges = cut(job, segments)
+        rates = tuple(network.pp_bandwidth * 10 ** numbers.uniform(-1.3, 0.3) for _ in ranges[1:])
+        job = replace(job, links=(rates, rates))
+        fixed = Constraints(ranges=ranges)
+        constraints = replace(constraints, segments=None, ranges=ranges)
+    free = search(job, fixed)
+    try:
+        pinned = search(job, constraints)
+    except ConfigError:  # what is pinned has no effect, or none fits it
+        return
+    assert free.step_ms <= pinned.step_ms * EQUAL, f"{constraints}: {pinned.table}\n{free.table}"
+
+
+def test_a_slow_stage_gets_fewer_layers() -> None:
+    job = make_job(dp=1, pp=2, layers=10, micro_batches=16, bandwidth=1e12)
+    even = search(job, Constraints(segments=1))
+    assert even.strategy.ranges == ((0, 10), (10, 20))
+    slow = replace(job, stage_times=(4.0, 1.0))
+    found = search(slow, Constraints(segments=1))
+    assert found.strategy.ranges == ((0, 4), (4, 20))
+    halves = search(slow, Constraints(ranges=((0, 10), (10, 20))))
+    assert found.step_ms < 0.45 * halves.step_ms and even.step_ms < found.step_ms
+    assert cut(slow, 2) == ((0, 2), (2, 10), (10, 12), (12, 20))
+
+
 def every_plan(job: Job) -> list[Plan]:
     """All plans of a small job without copies: each number of segments, schedule, N, way and size of buckets, and for
     memory each chunk computed again or not."""

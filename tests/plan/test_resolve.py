@@ -8,9 +8,13 @@ import pytest
 
 from fold3d import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.resolve import needs_planner, resolve_auto, unplanned
+from fold3d.plan.constraints import Constraints
+from fold3d.plan.resolve import check_buckets, fitted, followed, needs_planner, resolve_auto, unplanned
+from fold3d.plan.search import search
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
+from fold3d.plan.strategy import Strategy, given
 from fold3d.schedule import generate
+from tests.plan.jobs import make_job
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,88 @@ def test_without_the_planner_what_is_free_has_its_default() -> None:
     made = unplanned(config, resolve_auto(config, 2), 2, ((0, 2), (2, 4)))
     assert (made.schedule, made.dp_sync, made.bucket_bytes) == ("1f1b", "zero1", 4 << 20)
     assert RECOMPUTE.of(made).nothing
+
+
+GIVEN = Strategy(
+    dp=2,
+    pp=2,
+    micro_batches=4,
+    ranges=((0, 1), (1, 3), (3, 6), (6, 8)),
+    schedule="fold",
+    group_size=2,
+    dp_sync="zero1",
+    bucket_bytes=1 << 16,
+    settings=(
+        ("recompute", "blocks"),
+        ("offload", "none"),
+        ("offload_optimizer", "False"),
+        ("dp_sync_dtype", "float32"),
+        ("gradient_delay", "0"),
+    ),
+)
+
+
+def test_a_strategy_is_followed_as_if_it_were_set_one_by_one() -> None:
+    by_hand = {"dp": 2, "tp": 1, "pp": 2, "micro_batches": 4, "segments": 2, "schedule": "fold", "group_size": 2}
+    by_hand |= {"dp_sync": "zero1", "bucket_bytes": 1 << 16, "recompute": "blocks", "offload": "none"}
+    made = followed(ParallelConfig(strategy=str(GIVEN)))
+    assert {name: getattr(made, name) for name in by_hand} == by_hand
+    assert followed(made) == made == followed(ParallelConfig(strategy=str(GIVEN), pp=2, schedule="fold"))
+    constraints = resolve_auto(made, 2)
+    assert constraints.segments == 2 and not needs_planner(made, constraints, 2, limited=True)
+    trace = make_job(layers=4).trace
+    assert fitted(made, trace) == GIVEN
+    assert followed(ParallelConfig(pp=2)) == ParallelConfig(pp=2) and fitted(ParallelConfig(), trace) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"pp": 4}, "pp=4 contradicts the strategy, which has 2"),
+        ({"micro_batches": 8}, r"micro_batches=8 \(of the Trainer: gradient_accumulation_steps\) contradicts"),
+        ({"dp_sync": "early"}, "dp_sync='early' contradicts the strategy, which has 'zero1'"),
+        ({"recompute": "full"}, "recompute='full' contradicts the strategy, which has 'blocks'"),
+        ({"gradient_delay": 1}, "gradient_delay=1 contradicts the strategy, which has 0"),
+        ({"memory_limit": "1GB"}, "memory_limit=1000000000 has no effect with strategy"),
+        ({"micro_batch_size": "auto"}, "micro_batch_size='auto' has no effect with strategy"),
+        ({"parallel": "auto", "global_batch_size": 8}, "leave one of them out"),
+    ],
+)
+def test_what_contradicts_a_strategy_is_named(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        followed(ParallelConfig(strategy=str(GIVEN), **settings))
+
+
+def test_a_strategy_of_another_model_is_refused() -> None:
+    config = followed(ParallelConfig(strategy=str(GIVEN)))
+    with pytest.raises(
+        ConfigError, match=r"blocks=0-1,1-3,3-6,6-8 are not this model's: .* but the model has 6 blocks"
+    ):
+        fitted(config, make_job(layers=3).trace)
+    with pytest.raises(ConfigError, match="the strategy has 4 chunks, and the model has no blocks to cut at"):
+        fitted(config, None)
+    divided = followed(ParallelConfig(strategy=str(GIVEN), micro_batch_size=1, micro_batches=3))
+    with pytest.raises(ConfigError, match="micro_batches=3 contradicts the strategy, which has micro_batches=4"):
+        fitted(divided, make_job(layers=4).trace)
+    job = make_job(layers=4, micro_batches=4)
+    found = search(job, Constraints(segments=1, dp_sync="early", bucket_bytes=0)).strategy
+    check_buckets(found, 0, 4)
+    with pytest.raises(ConfigError, match="stage 0 has 3 buckets of gradients, and the strategy's dp_sync=early"):
+        check_buckets(found, 0, 3)
+
+
+def test_a_strategy_is_read_from_what_a_plan_prints(tmp_path: Any) -> None:
+    path = tmp_path / "plan.txt"
+    for content in (
+        str(GIVEN),
+        f"fits: 3 GB of 4 GB\nstrategy: {GIVEN}\n12 tokens/s\n",
+        f'{{"strategy": "{GIVEN}", "flags": ""}}',
+    ):
+        path.write_text(content)
+        assert given(str(path)) == given(f"strategy: {GIVEN}") == GIVEN
+    for wrong in (str(tmp_path / "nothing"), "1f1b"):
+        with pytest.raises(ConfigError, match="must be what `fold3d plan` prints behind 'strategy: ', or a file"):
+            given(wrong)
+    path.write_text("nothing of the kind")
+    with pytest.raises(ConfigError, match="is not a strategy"):
+        given(str(path))

@@ -143,6 +143,32 @@ def test_hosts_and_preemption():
     assert off.preemptions == 0 and off.longest_pp_wait_ms > 1
 
 
+def test_what_travels_beside_computing_delays_it():
+    plain, slow = cluster(), cluster(toll=0.5e-9)
+    for dp_sync in ("early", "zero1"):
+        without, delayed = (predict(MADE, work(), one, dp_sync=dp_sync) for one in (plain, slow))
+        most = 1e3 * 0.5e-9 * without.ranks[0].dp_bytes / (1 - 0.5e-9 * 1e9)  # each delay is delayed again
+        assert without.step_ms < delayed.step_ms <= without.step_ms + most
+    # Nothing is computed while these travel, but for the next step's first forward on a stage that waits for nobody.
+    one = schedule.generate("1f1b", pp=1, segments=1, micro_batches=4)
+    serial = [predict(one, work(one), each, dp_sync="serial").step_ms for each in (plain, slow)]
+    assert serial[0] == serial[1]
+    with pytest.raises(ConfigError, match="toll_ns"):
+        predict(MADE, work(), cluster(toll=1e-9))
+
+
+def test_links_of_single_borders():
+    made = schedule.generate("1f1b", pp=3, segments=1, micro_batches=1)
+    sent = work(made, layers=3, activation_bytes=1_000_000)
+    alone = cluster(dp=1, bandwidth=1e9)
+    even = predict(made, sent, alone).step_ms
+    forward, backward = (1e9, 1e8), (5e8, 1e9)
+    found = predict(made, sent, dataclasses.replace(alone, links=(forward, backward))).step_ms
+    assert found - even == pytest.approx(9 + 1)  # ms that the two slow messages take longer
+    with pytest.raises(ConfigError, match="one number for each border of the 3 chunks"):
+        predict(made, sent, dataclasses.replace(alone, links=((1e9,), (1e9,))))
+
+
 def test_step_ms_is_the_short_way():
     much = work(gradient_bytes=200_000_000)
     for way in ("zero1", "blocking", "serial"):

@@ -121,3 +121,21 @@ def test_what_the_links_threads_take_from_computing(monkeypatch, size, share, ot
     assert found.toll == pytest.approx(0 if spare else share / 1e8, rel=0.05, abs=1e-12)
     assert found.of(NetworkCosts(pp_latency=0, pp_bandwidth=1, dp_bandwidth=1, hop_latency=0)).tp_toll == found.toll
     assert wire.now < 3.0
+
+
+@pytest.mark.parametrize(("share", "spare"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_what_sums_over_the_replicas_take_from_computing(monkeypatch, share, spare):
+    wire, cores = Wire(monkeypatch), [0.0]
+    monkeypatch.setattr(time, "process_time", lambda: cores[0])
+
+    def compute(times, sums, size):  # reduce-scatters of four replicas
+        sent = 3 / 4 * sums * size / 5e7
+        taken = share * sent
+        cores[0] += 50e-6 * times + taken
+        wire.now += max(50e-6 * times + (0 if spare else taken), sent)
+
+    found = measure_network(
+        pass_on=None, sum_up=wire.sum_up, slowest=lambda x: x, dp=4, activation_bytes=8192, compute=compute
+    )
+    assert found.dp_bandwidth == pytest.approx(5e7, rel=0.01)
+    assert found.toll == pytest.approx(0 if spare else share / 5e7, rel=0.05, abs=1e-12)

@@ -35,6 +35,7 @@ def test_new_arguments_have_help() -> None:
     assert OURS == [
         "parallel",
         "global_batch_size",
+        "strategy",
         "dp",
         "tp",
         "tp_plan",
@@ -63,6 +64,7 @@ def test_new_arguments_have_help() -> None:
         "blocks",
         "partition",
         "recompute",
+        "retune",
         "comm_timeout",
         "timeline",
         "weights",
@@ -277,3 +279,22 @@ def test_resuming_by_itself_keeps_the_global_batch(tmp_path: Path, caplog: pytes
     assert "gradient_accumulation_steps=3 instead of 1" in caplog.text
     with pytest.raises(ConfigError, match="12 samples per step, which 1 replicas with per_device_train_batch_size=5"):
         TrainingArguments(**named | {"per_device_train_batch_size": 5})
+
+
+def test_a_strategy_says_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    spared = "recompute=blocks offload=none offload_optimizer=False dp_sync_dtype=float32 gradient_delay=0"
+    text = "dp=1 pp=1 micro_batches=4 segments=2 blocks=0-2/2-3 schedule=aiao dp_sync=early bucket_bytes=4096 " + spared
+    made = arguments(strategy=text)
+    assert (made.dp, made.tp, made.pp, made.segments, made.schedule) == (1, 1, 1, 2, "aiao")
+    assert (made.gradient_accumulation_steps, made.recompute, made.layout.strategy) == (4, "blocks", text)
+    again = arguments(strategy=text, gradient_accumulation_steps=4, segments=2)
+    assert again.layout == made.layout
+    with pytest.raises(
+        ConfigError, match=r"micro_batches=2 \(of the Trainer: gradient_accumulation_steps\) contradicts"
+    ):
+        arguments(strategy=text, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="global_batch_size=8, with which it is 1"):
+        arguments(strategy=text, global_batch_size=8)
+    with pytest.raises(ConfigError, match="strategy='pp=1 segments=1': must be what `fold3d plan` prints"):
+        arguments(strategy="pp=1 segments=1")

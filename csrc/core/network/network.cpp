@@ -10,18 +10,38 @@ Network::Network(int num_hosts, const Options& options, EventQueue& events)
       rule_(options.rule),
       events_(events),
       out_(static_cast<std::size_t>(num_hosts)),
-      in_(static_cast<std::size_t>(num_hosts)) {}
+      in_(static_cast<std::size_t>(num_hosts)),
+      accounts_(static_cast<std::size_t>(num_hosts)) {}
 
-std::int64_t Network::duration(std::int64_t bytes) const {
-  return std::llround(static_cast<double>(bytes) * 1e9 / options_.bandwidth);
+std::int64_t Network::duration(std::int64_t bytes, double bandwidth) {
+  return std::llround(static_cast<double>(bytes) * 1e9 / bandwidth);
 }
 
-void Network::send_message(std::int64_t now, int from, int to, std::int64_t bytes, int token) {
-  messages_.push_back({from, to, token, bytes, now, 0});
+double Network::sent_until(int host, std::int64_t now) const {
+  const Account& account = accounts_[static_cast<std::size_t>(host)];
+  if (account.bytes == 0 || account.until <= account.since) return account.sent;
+  const std::int64_t passed = std::clamp<std::int64_t>(now - account.since, 0, account.until - account.since);
+  return account.sent + static_cast<double>(account.bytes) * static_cast<double>(passed) /
+                            static_cast<double>(account.until - account.since);
+}
+
+void Network::on_its_way(int host, std::int64_t since, std::int64_t until, std::int64_t bytes) {
+  Account& account = accounts_[static_cast<std::size_t>(host)];
+  account = {account.sent, since, until, bytes};
+}
+
+void Network::has_left(int host, std::int64_t bytes) {
+  Account& account = accounts_[static_cast<std::size_t>(host)];
+  account = {account.sent + static_cast<double>(bytes)};
+}
+
+void Network::send_message(std::int64_t now, int from, int to, std::int64_t bytes, int token, double bandwidth) {
+  const std::int64_t lasting = duration(bytes, bandwidth > 0 ? bandwidth : options_.bandwidth);
+  messages_.push_back({from, to, token, bytes, lasting, now, 0});
   waiting_messages_.push_back(static_cast<int>(messages_.size()) - 1);
   for (Side* side : {&out(from), &in(to)}) {
     // Patience must outlast the slice that is on its way.
-    side->pipeline.begins(now, duration(bytes + options_.slice_bytes));
+    side->pipeline.begins(now, lasting + duration(options_.slice_bytes));
     shorten(now, *side, true);
   }
   start_what_can(now);
@@ -48,6 +68,7 @@ bool Network::handle(const Event& event, Sent& sent) {
     }
     sent = {message.from, message.to, true, message.token, message.started, event.time, message.bytes, true};
     counters_.message_bytes += message.bytes;
+    has_left(message.from, message.bytes);
     something = true;
   } else if (event.type == Event::Type::kBurstSent) {
     Flow& flow = flows_[static_cast<std::size_t>(event.a)];
@@ -56,6 +77,7 @@ bool Network::handle(const Event& event, Sent& sent) {
     flow.left -= flow.burst;
     sent = {flow.from, flow.to, false, flow.token, flow.started, event.time, flow.burst, flow.left == 0};
     counters_.flow_bytes += flow.burst;
+    has_left(flow.from, flow.burst);
     flow.burst = 0;
     flow.ready = event.time;
     if (flow.left > 0) wait_in_line(event.a);
@@ -103,7 +125,8 @@ bool Network::start_message(std::int64_t now, int number) {
   const std::int64_t waited = now - message.queued;
   counters_.longest_wait_ns = std::max(counters_.longest_wait_ns, waited);
   counters_.total_wait_ns += waited;
-  events_.push(now + duration(message.bytes), Event::Type::kMessageSent, number);
+  on_its_way(message.from, now, now + message.duration, message.bytes);
+  events_.push(now + message.duration, Event::Type::kMessageSent, number);
   return true;
 }
 
@@ -124,6 +147,7 @@ bool Network::start_burst(std::int64_t now, int number) {
   flow.burst = one_slice ? std::min(flow.left, options_.slice_bytes) : flow.left;
   flow.started = now;
   flow.until = now + duration(flow.burst);
+  on_its_way(flow.from, now, flow.until, flow.burst);
   events_.push(flow.until, Event::Type::kBurstSent, number, ++flow.version);
   return true;
 }
@@ -159,6 +183,7 @@ void Network::shorten(std::int64_t now, const Side& side, bool for_message) {
   if (for_message) ++counters_.preemptions;
   flow.burst = slices * options_.slice_bytes;
   flow.until = flow.started + duration(flow.burst);
+  on_its_way(flow.from, flow.started, flow.until, flow.burst);
   events_.push(flow.until, Event::Type::kBurstSent, side.flow, ++flow.version);
 }
 

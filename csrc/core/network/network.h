@@ -45,8 +45,8 @@ class Network {
 
   Network(int num_hosts, const Options& options, EventQueue& events);
 
-  /// Queues a pipeline message of at least one byte.
-  void send_message(std::int64_t now, int from, int to, std::int64_t bytes, int token);
+  /// Queues a pipeline message of at least one byte. bandwidth: bytes per second of this one; 0: that of the cards.
+  void send_message(std::int64_t now, int from, int to, std::int64_t bytes, int token, double bandwidth = 0);
   /// Queues a data-parallel flow of at least one byte; lower `priority` goes first. from == to is a card that
   /// sends to and receives from its likes on other hosts.
   void start_flow(std::int64_t now, int from, int to, std::int64_t bytes, int priority, int token);
@@ -60,12 +60,14 @@ class Network {
 
   const Counters& counters() const { return counters_; }
   /// Nanoseconds that `bytes` take.
-  std::int64_t duration(std::int64_t bytes) const;
+  std::int64_t duration(std::int64_t bytes) const { return duration(bytes, options_.bandwidth); }
+  /// Bytes that a host's card has sent until `now`.
+  double sent_until(int host, std::int64_t now) const;
 
  private:
   struct Message {
     int from, to, token;
-    std::int64_t bytes, queued, started;
+    std::int64_t bytes, duration, queued, started;
   };
   struct Flow {
     int from, to, token, priority;
@@ -80,7 +82,14 @@ class Network {
     int flow = -1;  // whose burst keeps it busy
     HoldRule::Pipeline pipeline;
   };
+  struct Account {                                 // of what a card sends
+    double sent = 0;                               // by what has ended
+    std::int64_t since = 0, until = 0, bytes = 0;  // of what is on its way
+  };
 
+  static std::int64_t duration(std::int64_t bytes, double bandwidth);
+  void on_its_way(int host, std::int64_t since, std::int64_t until, std::int64_t bytes);
+  void has_left(int host, std::int64_t bytes);
   bool start_message(std::int64_t now, int number);
   bool start_burst(std::int64_t now, int number);
   void wait_in_line(int flow);
@@ -95,6 +104,7 @@ class Network {
   EventQueue& events_;
   std::vector<Side> out_;
   std::vector<Side> in_;
+  std::vector<Account> accounts_;  // by host
   std::vector<Message> messages_;
   std::vector<Flow> flows_;
   std::vector<int> waiting_messages_;  // in order of queueing

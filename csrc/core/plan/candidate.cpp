@@ -119,7 +119,13 @@ ClusterModel cluster_model(const PlanJob& job, const Layout& layout, const Modes
   model.hosts = job.hosts;
   model.bandwidth = job.bandwidth;
   const auto message = static_cast<double>(layout.largest_message());
-  const double more = message * (1 / job.pp_bandwidth - 1 / job.bandwidth);
+  const bool known = !job.forward_links.empty() && layout.chunks() > 1;
+  const double more = known ? 0 : message * (1 / job.pp_bandwidth - 1 / job.bandwidth);
+  if (known) {
+    model.forward_links = job.forward_links;
+    model.backward_links = job.backward_links;
+  }
+  model.toll_ns = std::min(kNs * job.toll, kMostToll / job.bandwidth);
   model.latency_ns = ns(job.pp_latency + std::max(0.0, more));
   model.hop_latency_ns = ns(job.hop_latency);
   model.slice_bytes = job.slice_bytes;
@@ -281,6 +287,15 @@ std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves) {
 
 namespace {
 
+/// Bytes per second of no message are more.
+double fastest(const PlanJob& job) {
+  double most = job.bandwidth;
+  for (const auto* links : {&job.forward_links, &job.backward_links}) {
+    for (const double rate : *links) most = std::max(most, rate);
+  }
+  return most;
+}
+
 /// What a stage's card has to send in a step: messages to other stages, and DP.sync. What stays inside of a host costs
 /// no card anything.
 std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stage) {
@@ -297,8 +312,8 @@ std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stag
       messages += static_cast<double>(layout.activation_bytes[at(std::min(chunk, other))]);
     }
   }
-  const double bytes = 2 * sums * (job.dp - 1) / job.dp + messages * job.micro_batches;
-  return static_cast<std::int64_t>(kNs * bytes / job.bandwidth * (1 - kRounding));
+  const double seconds = 2 * sums * (job.dp - 1) / job.dp / job.bandwidth + messages * job.micro_batches / fastest(job);
+  return static_cast<std::int64_t>(kNs * seconds * (1 - kRounding));
 }
 
 }  // namespace
@@ -325,7 +340,7 @@ std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits
     sending = std::max(sending, least_sending_ns(job, layout, stage));
     // Of the first segment chunk `stage` is on this stage.
     const double bytes = job.hosts.empty() ? static_cast<double>(layout.activation_bytes[at(stage)]) : 0;
-    const double message = job.pp_latency + bytes / job.bandwidth;
+    const double message = job.pp_latency + bytes / fastest(job);
     before += layout.forward[at(stage)] + job.action_seconds + message;
     if (!splits) before += layout.backward[at(stage)] + job.action_seconds + message;
   }

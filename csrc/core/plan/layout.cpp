@@ -90,6 +90,17 @@ std::vector<int> segment_borders(const std::vector<double>& costs, int pp, int s
   return begins;
 }
 
+/// Relative times of the stages, in the order in which a segment passes them; empty: all are equal.
+std::vector<double> times_of_segment(const PlanJob& job, int segment) {
+  std::vector<double> found;
+  if (job.stage_times.empty()) return found;
+  const Shape shape = job.shape(job.pp * (segment + 1));
+  for (int place = 0; place < job.pp; ++place) {
+    found.push_back(job.time_of_stage(shape.stage_of(segment * job.pp + place)));
+  }
+  return found;
+}
+
 /// A chunk's layers: times of a forward and a backward, bytes of gradients.
 struct Timed {
   std::vector<double> forward, backward;
@@ -182,7 +193,8 @@ Ranges cut(const PlanJob& job, int segments, const Shares& shares) {
   std::vector<int> begins;
   for (std::size_t k = 0; k + 1 < borders.size(); ++k) {
     const std::vector<double> mine(costs.begin() + borders[k], costs.begin() + borders[k + 1]);
-    for (const int offset : partition(mine, pp)) begins.push_back(job.starts[at(borders[k] + offset)]);
+    for (const int offset : partition(mine, pp, times_of_segment(job, static_cast<int>(k))))
+      begins.push_back(job.starts[at(borders[k] + offset)]);
   }
   Ranges ranges;
   for (std::size_t k = 0; k < begins.size(); ++k) {
@@ -229,6 +241,7 @@ std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const s
     needs.clear();
     double forward = 0, backward = 0, forward_tp = 0, backward_tp = 0;
     std::int64_t sums = 0, weights = 0, trained = 0, largest = 0, gradients = 0;
+    const double slower = job.time_of_stage(job.shape(count).stage_of(static_cast<int>(chunk)));
     for (const auto& [number, parameters] : layers) {
       const int place = number - 1 - ranges[chunk].first;
       const bool is_again = place >= 0 && place < blocks[chunk] && again[chunk][at(place)];
@@ -252,8 +265,8 @@ std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const s
         trained += gradient > 0 ? job.parameter_bytes[at(parameter)] : 0;
         largest = std::max(largest, gradient);
       }
-      mine.forward.push_back(job.forward[at(number)]);
-      mine.backward.push_back(its_backward);
+      mine.forward.push_back(slower * job.forward[at(number)]);
+      mine.backward.push_back(slower * its_backward);
       mine.bytes.push_back(size);
       needs.push_back(bytes);
       forward += job.forward[at(number)];
@@ -265,15 +278,16 @@ std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const s
       head = number;
       of_head = parameters;
     }
-    made.forward.push_back(forward);
-    made.backward.push_back(backward);
+    // Waiting for TP.sync is the links', whatever computes.
+    made.forward.push_back(slower * (forward - forward_tp) + forward_tp);
+    made.backward.push_back(slower * (backward - backward_tp) + backward_tp);
     made.forward_tp.push_back(forward_tp);
     made.backward_tp.push_back(backward_tp);
     made.kept.push_back(sums);
     made.parameter_bytes.push_back(weights);
     made.trainable_bytes.push_back(trained);
     made.largest_gradient.push_back(largest);
-    made.update.push_back(static_cast<double>(gradients) * job.update_seconds);
+    made.update.push_back(slower * static_cast<double>(gradients) * job.update_seconds);
     made.activation_bytes.push_back(job.activation_bytes[at(std::max(0, ranges[chunk].second - 1))]);
     needs_of.push_back(needs);
   }
@@ -284,7 +298,7 @@ std::vector<Layout> layouts_of(const PlanJob& job, const Ranges& ranges, const s
   made.parts_head = parts_head(job, ranges.back());
   if (made.parts_head) {
     made.parted = with_head_done(needs_of.back(), job.activation_bytes.back());
-    made.head = job.backward[at(head)];
+    made.head = job.time_of_stage(job.shape(count).stage_of(count - 1)) * job.backward[at(head)];
   }
   for (const int parameter : of_head) {
     if (job.gradient_bytes[at(parameter)] > 0) made.head_gradient_bytes += job.parameter_bytes[at(parameter)];

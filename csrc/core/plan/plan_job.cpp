@@ -60,6 +60,8 @@ void PlanJob::check() const {
     check_size("inside", one.layers, all + 2);
     check_size("inside", one.seconds, all + 2);
   }
+  check_size("stage_times", stage_times, static_cast<std::size_t>(pp), true);
+  check_positive("stage_times", stage_times);
   check_positive("forward", forward);
   check_positive("backward", backward);
   check_positive("activation_bytes", activation_bytes);

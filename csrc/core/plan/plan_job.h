@@ -56,8 +56,15 @@ struct PlanJob {
 
   double bandwidth = 1e9;     ///< bytes per second of a card, each way
   double pp_bandwidth = 1e9;  ///< of PP.sync
-  double pp_latency = 0;      ///< seconds
-  double hop_latency = 0;     ///< seconds
+  /// Bytes per second of the messages over each border between chunks, forward and backward; of `pp_bandwidth` where
+  /// they are empty. They are of the cut that PlanSpace::ranges says.
+  std::vector<double> forward_links;
+  std::vector<double> backward_links;
+  /// By stage: how long its ranks take, relative to the times here; empty: as long.
+  std::vector<double> stage_times;
+  double toll = 0;         ///< seconds that a rank computes longer for each byte that it sends meanwhile
+  double pp_latency = 0;   ///< seconds
+  double hop_latency = 0;  ///< seconds
   std::int64_t slice_bytes = 1 << 20;
   bool preempt = true;
   double action_seconds = 0;
@@ -75,6 +82,9 @@ struct PlanJob {
   bool may_split = true;  ///< backwards run in halves; else a split one is as long as a whole one, and no better
 
   Shape shape(int chunks) const { return {pp, chunks / pp, micro_batches, style}; }
+  double time_of_stage(int stage) const {
+    return stage_times.empty() ? 1 : stage_times[static_cast<std::size_t>(stage)];
+  }
   int blocks() const { return static_cast<int>(activation_bytes.size()); }
   /// Throws std::invalid_argument naming what is missing, or negative.
   void check() const;

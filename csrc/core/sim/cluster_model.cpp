@@ -108,6 +108,18 @@ void ClusterModel::check(const Shape& shape) const {
     refuse("head_ns", std::to_string(head_ns),
            "part of the " + std::to_string(backward_ns.back()) + " ns of the last chunk's backward");
   }
+  for (const auto* links : {&forward_links, &backward_links}) {
+    if (!links->empty() && links->size() + 1 != static_cast<std::size_t>(shape.num_chunks())) {
+      refuse("the list of links", std::to_string(links->size()) + " numbers long",
+             "empty, or one number for each border of the " + std::to_string(shape.num_chunks()) + " chunks");
+    }
+    for (const double rate : *links) {
+      if (!(rate > 0)) refuse("a link", std::to_string(rate), "positive (bytes per second)");
+    }
+  }
+  if (!(toll_ns >= 0) || toll_ns * bandwidth > kMostToll) {
+    refuse("toll_ns", std::to_string(toll_ns), "0 or more, and less than 0.9e9 / bandwidth");
+  }
   check_parts("forward_tp_ns", forward_tp_ns, forward_ns, shape);
   check_parts("backward_tp_ns", backward_tp_ns, backward_ns, shape);
   check_chunks<std::int64_t>("activation_bytes", activation_bytes, shape, 0);

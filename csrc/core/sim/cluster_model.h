@@ -37,6 +37,9 @@ struct BucketModel {
   bool zero1 = false;            ///< with DpSync::kEarly: this one as in kZero1
 };
 
+/// Of a second that bytes travel, the nanoseconds that they may delay computing: as much would delay it for ever.
+inline constexpr double kMostToll = 0.9e9;
+
 /// What a training step costs: computation, network and data-parallel traffic. Per-chunk vectors have
 /// Shape::num_chunks() entries. Rank = replica * pp + stage.
 struct ClusterModel {
@@ -69,6 +72,13 @@ struct ClusterModel {
   /// The parts of these in which the rank waits for TP.sync, its stage's own link's; empty = 0.
   std::vector<std::int64_t> forward_tp_ns;
   std::vector<std::int64_t> backward_tp_ns;
+  /// Bytes per second of the messages over each border between chunks, forward and backward, where they are known by
+  /// themselves; empty: `bandwidth`.
+  std::vector<double> forward_links;
+  std::vector<double> backward_links;
+  /// Nanoseconds that a rank computes longer for each byte that it sends meanwhile: of its host's card, the ranks of
+  /// the host share them.
+  double toll_ns = 0;
   std::vector<std::int64_t> activation_bytes;  ///< what a chunk sends to the next for one micro-batch, and gets back
   /// Optimizer: all of the chunk's gradients on one rank; empty = 0. It runs before the chunk's first forward; for
   /// zero1 buckets a replica updates its share of 1/dp right after the norm, before anything else, and then gathers.

@@ -15,6 +15,8 @@ int number_of_hosts(const ClusterModel& model, int ranks) {
   return hosts;
 }
 
+constexpr std::int64_t kLeastToll = 1000;  // nanoseconds
+
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
@@ -37,6 +39,8 @@ TrainingRun::TrainingRun(const SimulatedProgram& program, const ClusterModel& mo
       message_bytes_(ranks_.size(), 0),
       dp_bytes_(ranks_.size(), 0) {
   const int hosts = number_of_hosts(model, replicas_ * program.shape.pp);
+  ranks_of_host_.assign(at(hosts), 0);
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) ++ranks_of_host_[at(model.host_of(rank))];
   card_sent_.assign(at(hosts), 0);
   card_received_.assign(at(hosts), 0);
   if (parts_.copies && !model.stash_bytes.empty()) {
@@ -172,6 +176,7 @@ void TrainingRun::start_buckets(std::int64_t now, int rank_number) {
 
 void TrainingRun::compute(std::int64_t now, int rank, std::int64_t duration) {
   ranks_[at(rank)].busy = true;
+  if (model_.toll_ns > 0) ranks_[at(rank)].charged = network_.sent_until(model_.host_of(rank), now);
   events_.push(now + duration, Event::Type::kComputed, rank);
   if (options_.spans) {
     spans_.push_back({rank, SimulatedSpan::Lane::kCompute, current(rank).action, now, now + duration, 0});
@@ -218,8 +223,19 @@ bool TrainingRun::is_of_head(int bucket) const {
   return model_.head_ns > 0 && dp_sync_.buckets().produced_after(bucket, backward) <= model_.head_ns + rounding;
 }
 
+/// By how much what the rank's card has sent while it computed has delayed that.
+std::int64_t TrainingRun::toll_until(std::int64_t now, int rank) {
+  const int host = model_.host_of(rank);
+  const double bytes = network_.sent_until(host, now) - ranks_[at(rank)].charged;
+  const auto toll = static_cast<std::int64_t>(model_.toll_ns * bytes / ranks_of_host_[at(host)]);
+  return toll < kLeastToll ? 0 : toll;
+}
+
 void TrainingRun::computed(std::int64_t now, int rank_number) {
   Rank& rank = ranks_[at(rank_number)];
+  if (model_.toll_ns > 0) {  // sends go on while it is delayed, which delays it again, by less
+    if (const std::int64_t toll = toll_until(now, rank_number); toll > 0) return compute(now, rank_number, toll);
+  }
   rank.busy = false;
   const SimulatedProgram::Node& node = current(rank_number);
   if (rank.bucket >= 0) {
@@ -274,7 +290,10 @@ void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge&
     return;
   }
   messages_.push_back({from, to, from_node, edge.node});
-  network_.send_message(now, model_.host_of(from), model_.host_of(to), bytes, static_cast<int>(messages_.size()) - 1);
+  const auto& links = source.chunk < target.chunk ? model_.forward_links : model_.backward_links;
+  const double rate = links.empty() ? 0 : links[at(std::min(source.chunk, target.chunk))];
+  const int token = static_cast<int>(messages_.size()) - 1;
+  network_.send_message(now, model_.host_of(from), model_.host_of(to), bytes, token, rate);
 }
 
 void TrainingRun::arrived(std::int64_t now, int rank, int node, bool through) {

@@ -50,6 +50,7 @@ class TrainingRun {
     bool took = false;       // what they bring for it
     std::int64_t ready = 0;  // when they let it go on
     int bucket = -1;         // next one that the forward under way has to wait for
+    double charged = 0;      // bytes of its card that computing has been delayed for
   };
   struct Message {
     int from_rank, to_rank, from_node, to_node;
@@ -61,6 +62,7 @@ class TrainingRun {
   bool waits_for_copies(std::int64_t now, int rank);
   void start_buckets(std::int64_t now, int rank);
   void compute(std::int64_t now, int rank, std::int64_t duration);
+  std::int64_t toll_until(std::int64_t now, int rank);
   std::int64_t update_of(int chunk) const;
   void computed(std::int64_t now, int rank);
   void feed(std::int64_t now, int rank, const SimulatedProgram::Edge& edge, int from_node);
@@ -90,6 +92,7 @@ class TrainingRun {
   Network network_;
   DpSyncLanes dp_sync_;
   std::vector<Rank> ranks_;
+  std::vector<int> ranks_of_host_;
   std::vector<CopyLanes> copies_;  // by rank
   std::vector<int> arrivals_;      // rank's replica * nodes + node: since the start
   std::vector<int> messages_for_;  // likewise: those of messages

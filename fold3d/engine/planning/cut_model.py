@@ -37,9 +37,11 @@ from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
 from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
+from fold3d.plan.micro_batch_size import in_parts
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
-from fold3d.plan.resolve import needs_planner, unplanned
+from fold3d.plan.resolve import check_buckets, fitted, needs_planner, unplanned
+from fold3d.plan.space.offload import offloaded_chunks
 from fold3d.plan.strategy import Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
@@ -108,7 +110,9 @@ class CutModel:
     buckets: tuple[BucketSpec, ...]
     """Of this rank's gradients."""
     proposed: tuple[Job, Proposal] | None
-    """What the planner was told and said, if another schedule may be chosen."""
+    """What the planner was told, of whole micro-batches, and said, if another schedule may be chosen."""
+    resizes: bool
+    """Whether another number of samples may pass the model at once while training goes on."""
     planned: tuple[Job, Proposal] | None
     """What the planner was told and said; None where it was not asked."""
     overlap_limit: float | None
@@ -157,6 +161,9 @@ class _Decided:
     strategy: Strategy
     sharding: ShardingPlan | None
     proposed: tuple[Job, Proposal] | None
+    """The job as it runs."""
+    whole: Job | None
+    """The same of whole micro-batches."""
     forecast: TpForecast | None
 
 
@@ -260,14 +267,20 @@ def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_
             constraints = replace(constraints, segments=1)
         else:
             strategy = proposed[1].strategy
+    whole, size = None, None
+    if proposed is not None:
+        whole, size = proposed[0], proposed[1].micro_batch_size
+        proposed = whole if size is None else in_parts(whole, size), proposed[1]
     if config.micro_batch_size == AUTO:  # decided: from here on it is a number, or nothing
-        size = None if proposed is None else proposed[1].micro_batch_size
         number_of = config.micro_batches if strategy is None else strategy.micro_batches
         if begun is not None and number_of != config.micro_batches:  # with the whole of what runs in parts
             begun.let_go()
             begun = None
         config = replace(config, micro_batch_size=size, micro_batches=number_of)
     forecast = None if proposed is None or sharding is None else forecast_of(*proposed)
+    if config.strategy is not None:
+        with all_or_none(world):
+            strategy = fitted(config, layout)
     if strategy is None:
         with all_or_none(world):
             chunks = config.pp * (constraints.segments or 1)
@@ -281,7 +294,7 @@ def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_
             )
     if sharding is not None:
         warn_of_spread(forecast, world)
-    decided = _Decided(strategy=strategy, sharding=sharding, proposed=proposed, forecast=forecast)
+    decided = _Decided(strategy=strategy, sharding=sharding, proposed=proposed, whole=whole, forecast=forecast)
     return replace(found, config=config, constraints=constraints, begun=begun), decided
 
 
@@ -309,6 +322,8 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
         of_all |= layout_of(layout, cut.placement, sharding)
         least, tp_rank = strategy.bucket_bytes, cut.parts.rank
         buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
+        if config.strategy is not None and strategy.dp > 1:
+            check_buckets(strategy, cut.stage, 1 + max((bucket.planned for bucket in buckets), default=-1))
     number = agree(world, next(_numbers), None)
     # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
     may_change = found.constraints.schedule is None and found.constraints.group_size is None
@@ -317,13 +332,22 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
         config=config,
         strategy=strategy,
         buckets=tuple(buckets),
-        proposed=proposed if may_change else None,
+        proposed=(decided.whole, proposed[1]) if may_change and proposed and decided.whole else None,
+        resizes=may_change and _resizes(order, decided.whole, strategy),
         planned=proposed,
         overlap_limit=None if decided.forecast is None else decided.forecast.other,
         name=f"{compare(world, of_all, buckets_of(buckets, cut.parameters))}/{number}",
         autocast=order.autocast,
         begun=found.begun,
     )
+
+
+def _resizes(order: BuildRequest, whole: Job | None, strategy: Strategy) -> bool:
+    """Returns whether micro-batches may be divided otherwise while training goes on: where that was left open and
+    measured, and nothing was made for their sizes, as compiled blocks and the pool of what leaves the device are."""
+    if not order.config.retune or whole is None or whole.one_sample is None or strategy.tp > 1:
+        return False
+    return order.compile_options is None and not offloaded_chunks(strategy)
 
 
 def _refuse_cut_weights(model: Module, read: frozenset[str]) -> None:

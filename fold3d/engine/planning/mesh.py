@@ -41,7 +41,7 @@ from fold3d.profile.network import probe_network, probe_shards
 from fold3d.profile.shard import layers_of_a_shard, of_a_shard
 from fold3d.profile.tp_sync import with_tp_sync
 from fold3d.schedule import style_of
-from fold3d.splitting.plan_sharding import plan_sharding, shared_captures
+from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.topology import Topology
 from fold3d.trace import Trace, trace
 from fold3d.trace.batches import part_of, samples_of
@@ -198,7 +198,7 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
     if kept is not None and kept.answers(config, world, parameters, asked.most_samples):
         return kept, f"{kept.name}, as the last checkpoint has it"
     per_host = group.decide(host_identity(), _per_host, timeout=group.patience)
-    with shared_shadows(), shared_captures():  # of the model, which is the same for all meshes
+    with shared_shadows():  # of the model, which is the same for all meshes
         recording = _recorded(asked, group)
         stages = 1 if recording is None else len(places(recording))
         options = group.decide(None, lambda _: _options(asked, world, per_host, stages), timeout=group.patience)
@@ -346,7 +346,8 @@ def _links(asked: Asked, profile: Profile, per_host: int, group: WorldGroup) -> 
             with grouped(per_host) as groups:
                 shards = _shard_link(groups, device, timeout, activations, over_tcp=over_tcp)
             within = Link(min(link.bandwidth, shards.bandwidth), shards.latency)
-    return Hosts(per_host=per_host, between=Link(link.bandwidth * per_host, link.latency), within=within or link)
+    between = Link(link.bandwidth * per_host, link.latency)
+    return Hosts(per_host=per_host, between=between, within=within or link, toll=found.toll)
 
 
 def _shard_link(groups: Groups, device: torch.device, timeout: float, size: int, *, over_tcp: bool) -> Link:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fold3d.comms.consistency import agree, make_alike
 from fold3d.comms.groups import Groups
+from fold3d.comms.interface import host_identity
 from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
@@ -44,6 +45,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.stage.offload import room_for_pools
 from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
+from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.batches import synthetic_example
 from fold3d.trace.wrappers import users_hooks
@@ -148,7 +150,8 @@ def plan_auto(
         sharding: how weights are spread over tensor-parallel groups; None where there are none.
         samples: of `example`.
         compiled: torch.compile makes one operator of a block, whose backward does not run in halves.
-    Returns: what the planner was told and what it proposes; None where there is nothing to fold.
+    Returns: what the planner was told, of whole micro-batches, and what it proposes; None where there is nothing to
+        fold.
     Raises: ConfigError; RankError when another rank failed.
     """
     error: Exception | None = None
@@ -164,6 +167,7 @@ def plan_auto(
         else:  # what need not be cut trains all the same
             logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
     agree(world, number, error)  # nobody may wait for the measurements of a rank that failed
+    mine = profile
     profile = agreed_profile(world, recording, profile)
     if layout is None or profile is None:
         if config.memory_limit is not None:
@@ -174,7 +178,9 @@ def plan_auto(
         return None
     one = agreed_profile(world, recording, one, every=True)
     return propose(
-        *(layout, profile, config, constraints, world, device, optimizer, samples.number, one), compiled=compiled
+        *(layout, profile, config, constraints, world, device, optimizer, samples.number, one),
+        compiled=compiled,
+        stage_times=_stage_times(world, mine),
     )
 
 
@@ -267,6 +273,45 @@ def agreed_profile(
     return world.decide(mine, merged, timeout=world.patience)
 
 
+UNEVEN = 1.2
+"""By which factor the ranks of one host must take longer than those of another to get fewer layers."""
+
+
+def slow_stages(topology: Topology, shares: Sequence[tuple[str, float | None]]) -> tuple[float, ...]:
+    """Returns how long the ranks of each stage take relative to the median of all, by the slowest host that a stage has
+    ranks on; nothing where hosts are about alike.
+
+    Ranks of one host count together: they share its cores, and differ by what else it does.
+
+    Args:
+        shares: by rank: its host, and the seconds that it has measured; None: it has measured nothing.
+    """
+    measured = [(host, seconds) for host, seconds in shares if seconds]
+    by_host = {name: median(seconds for host, seconds in measured if host == name) for name, _ in measured}
+    if not by_host or max(by_host.values()) < UNEVEN * min(by_host.values()):
+        return ()
+    usual = median(seconds for _, seconds in measured)
+    hosts: list[list[float]] = [[] for _ in range(topology.pp)]
+    for rank, (host, _) in enumerate(shares):
+        hosts[topology.coordinates(rank).pp].append(by_host.get(host, usual) / usual)
+    return tuple(map(max, hosts))
+
+
+def _stage_times(world: WorldGroup, mine: Profile | None) -> tuple[float, ...]:
+    """Returns `slow_stages` of what the ranks have measured, and says so; all ranks of the job call."""
+    topology, seconds = world.topology, None
+    if topology.pp == 1:
+        return ()
+    if mine is not None and mine.measured:
+        seconds = sum(mine.forward) + sum(mine.backward)
+    share = host_identity(), seconds
+    found = world.decide(share, lambda shares: slow_stages(topology, shares), timeout=world.patience)
+    if found and topology.rank == 0:
+        told = ", ".join(f"stage {stage} {times:.2f}" for stage, times in enumerate(found))
+        announce(logger, f"hosts differ in speed, so stages get different numbers of layers; times of a layer: {told}")
+    return found
+
+
 def propose(
     layout: Trace,
     profile: Profile,
@@ -279,6 +324,7 @@ def propose(
     one_sample: Profile | None = None,
     *,
     compiled: bool = False,
+    stage_times: tuple[float, ...] = (),
 ) -> tuple[Job, Proposal]:
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
@@ -287,6 +333,7 @@ def propose(
         samples: of this rank's micro-batch; None: nobody knows.
         one_sample: what a micro-batch of one sample costs; None: micro-batches are not to be divided.
         compiled: see `plan_auto`.
+        stage_times: of Job.
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
     topology = world.topology
@@ -304,6 +351,7 @@ def propose(
         pp=topology.pp,
         tp=topology.tp,
         style=topology.style,
+        stage_times=stage_times,
         micro_batches=config.micro_batches,
         samples=samples,
         one_sample=one_sample,
@@ -333,7 +381,7 @@ def propose(
     if isinstance(found, ConfigError):
         raise found
     assert isinstance(found, Proposal)
-    return job if found.micro_batch_size is None else in_parts(job, found.micro_batch_size), found
+    return job, found
 
 
 def _decide(

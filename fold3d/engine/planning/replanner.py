@@ -1,4 +1,6 @@
-"""Replanner: predicts steps from measured times, plans the gathers with them, and looks again when the times drift."""
+"""Replanner: predicts steps from measured times of layers and links, and changes what can be changed between two steps
+when the times drift: the order of gathers, schedule and N, and how many samples pass the model at once (Ada-Grouper).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
+from fold3d.observe.link_times import LinkTimes, rates_of
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
 from fold3d.plan.costs import pause_bytes
 from fold3d.plan.job import Job
 from fold3d.plan.measured import Expected, plan_gathers
+from fold3d.plan.micro_batch_size import in_parts, memory_curve
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck
 from fold3d.plan.space.dp_sync import gradient_share
@@ -40,9 +44,11 @@ EVERY = 50
 SAMPLE = 10
 """Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
 DRIFT = 0.1
-"""By which part measured steps may differ from the prediction before the gathers are planned again."""
+"""By which part steps may differ from the prediction, or from what they took at the last look, before there is another
+look."""
 RECENT = 5
-"""Steps whose median decides whether a prediction is still worth showing."""
+"""Steps whose median is compared; also those of which the times of links are, and after which the ranks ask each other
+whether anybody's steps drift."""
 SLOWER = 0.8
 """Of the speed at the first look: what has less left became slower; above, the measurement varies."""
 _MOST_WAITING = 0.95
@@ -64,23 +70,33 @@ class Replanner:
         proposed: tuple[Job, Proposal] | None,
         *,
         has_times: bool = True,
+        resizes: bool = False,
     ):
         """Args:
-        proposed: what the planner was told and said, if it may choose another schedule; the same on every rank.
+        proposed: what the planner was told, of whole micro-batches, and said, if it may choose another schedule; the
+            same on every rank.
+        resizes: it may also choose another number of samples that pass the model at once.
         has_times: what is recorded is when things happened: on the CPU, and where a device's events tell the time.
         """
         self._planned_job = None if proposed is None else proposed[0]
+        self.size = None if proposed is None else proposed[1].micro_batch_size or proposed[0].samples
+        """Samples that pass the model at once; None: nobody knows."""
+        self._resizes = resizes
+        self._sizes: list[int] | None = None  # that are worth a try
         self._topology, self._groups, self._config, self._device = topology, groups, config, device
         self._links: tuple[float, float, float] | None = None  # bandwidth, latency, hop latency
         self._first_rates: list[float] | None = None  # as `_rates` returns them
         self._steps = 0
         self._since = 0  # steps measured for the next look
         self._until = FIRST_STEPS - 1  # so many steps
+        self._unasked = 0  # steps since the ranks have asked each other
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._others: list[float] = []
+        self._usual: float | None = None  # milliseconds of a step at the last look
         self._times: dict[tuple[int, str], list[float]] = {}
+        self._is_old = False  # the times are of before the last look
         self._exposed_tp: list[float] = []
-        self._lengths: list[float] = []
+        self._links_now = LinkTimes(RECENT)
         self._activation_bytes: dict[int, int] = {}
         self._stash_bytes: dict[int, int] = {}
         self._copy_rate = 0.0  # bytes per second
@@ -102,10 +118,13 @@ class Replanner:
         self._recent.append(step_ms)
         if self._stays:
             return
-        self._lengths.append(step_ms)
+        self._links_now.observe(records)
         self._since += 1
-        if self.expected is not None and self._since % SAMPLE != 0:
+        self._unasked += 1
+        if self.expected is not None and self._times and self._since % SAMPLE != 0:
             return
+        if self._is_old:
+            self._times, self._exposed_tp, self._others, self._is_old = {}, [], [], False
         busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
         self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
         arbiters = [(start, end) for lane, action, start, end, _ in records if lane == "wait" and "GATHER" in action]
@@ -131,7 +150,16 @@ class Replanner:
     @property
     def is_due(self) -> bool:
         """Whether it is time for `look`; the same on all ranks."""
-        return not self._stays and self._since >= self._until
+        if self._stays or not self._times:
+            return False
+        return self._unasked > 0 and (self._since >= self._until or self._unasked >= RECENT)
+
+    @property
+    def _drifts(self) -> bool:
+        """Whether this rank's last steps took otherwise than at the last look."""
+        if self._usual is None or len(self._recent) < RECENT:
+            return False
+        return abs(median(self._recent) / self._usual - 1) > DRIFT
 
     @property
     def believed(self) -> Expected | None:
@@ -140,24 +168,41 @@ class Replanner:
             return self.expected
         return self.expected if abs(median(self._recent) / self.expected.step_ms - 1) <= DRIFT else None
 
-    def look(self, strategy: Strategy, schedule: Schedule, sync: DpSync | None) -> Strategy | None:
-        """Predicts the step, and plans the gathers where that is worth it; all ranks of the job call, between steps.
+    def look(
+        self, strategy: Strategy, schedule: Schedule, sync: DpSync | None, *, divides: bool = False
+    ) -> Strategy | None:
+        """Predicts the step, and plans again where that is worth it; all ranks of the job call, between steps. Where it
+        is not time for more, the ranks only ask each other whether steps take otherwise than they did.
 
-        Returns: a strategy with a better schedule or order of gathers for the times measured, to be followed from now.
+        Args:
+            divides: whether this rank's micro-batches can be divided.
+        Returns: a strategy that is better for the times measured, to be followed from now with micro-batches of `size`.
         """
+        self._unasked = 0
+        if self._since < self._until and not self._groups.world.decide(self._drifts, any):
+            return None
         if self._links is None:
             if sync is not None:
                 sync.settle()  # what is still on its way would be measured, too
             self._links = self._probe()
-        found = self._groups.world.decide(self._share(sync), lambda shares: self._expect(strategy, schedule, shares))
-        self._times, self._exposed_tp, self._lengths, self._others, self._since = {}, [], [], [], 0
+        found = self._groups.world.decide(
+            self._share(sync, divides), lambda shares: self._expect(strategy, schedule, shares)
+        )
+        self._is_old, self._since, self._usual = True, 0, median(self._recent or [0.0])
         self._until = min(EVERY, max(SAMPLE, 2 * self._until))
         if found is None:
             return None
-        self.expected, better = found
+        self.expected, better, size = found
+        if not self._config.retune:
+            return None
+        if size != self.size:
+            self.size, self._times = size, {}
+        if replace(better, gather_order=strategy.gather_order) != strategy:
+            self._usual = self.expected.step_ms
+            self._recent.clear()
         return better
 
-    def _share(self, sync: DpSync | None) -> dict[str, Any]:
+    def _share(self, sync: DpSync | None, divides: bool = False) -> dict[str, Any]:
         """Returns what rank 0 must know of this rank."""
         buckets: dict[int, list[tuple[int, str]]] = {}
         if sync is not None:
@@ -177,14 +222,17 @@ class Replanner:
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
             "by_library": sync is not None and sync.by_library,
-            "step_ms": mean(self._lengths) if self._lengths else 0.0,
+            "divides": divides,
+            "links": self._links_now.traffic(),
+            "step_ms": median(self._recent or [0.0]),
             "other_ms": mean(self._others) if self._others else 0.0,
         }
 
     def _expect(
         self, strategy: Strategy, schedule: Schedule, shares: Sequence[dict[str, Any]]
-    ) -> tuple[Expected, Strategy] | None:
-        """Returns a new expectation and what is then to be done, None when the present expectation still holds."""
+    ) -> tuple[Expected, Strategy, int | None] | None:
+        """Returns a new expectation and what is then to be done, with micro-batches of which size; None when the
+        present expectation still holds."""
         longest = max(share["step_ms"] for share in shares)
         if self.expected is not None and abs(longest / self.expected.step_ms - 1) <= DRIFT:
             return None
@@ -214,21 +262,29 @@ class Replanner:
         waits = _spread_waits([_stage_waits(stage) for stage in stages], strategy, schedule, forward, backward)
         # The fastest: a rank measures too little where its neighbour was not ready, or its two rings shared the link.
         bandwidth = max([*measured_rate, self._links[0]]) * self._slowdown(shares)
-        job = self._planned_job
-        if job is not None and schedule.micro_batches == job.micro_batches:
+        links = None
+        if self._topology.pp > 1 and len(chunks) > 1:
+            links = rates_of([share["links"] for share in shares], len(chunks) - 1, bandwidth)
+        if self._planned_job is not None and self._config.retune:
+            network = self._planned_job.network
             if bandwidth < self._links[0]:
-                job = replace(job, network=replace(job.network, dp_bandwidth=bandwidth))
+                network = replace(network, dp_bandwidth=bandwidth)
+            job = replace(self._planned_job, network=network, links=links)
+            times = tuple([1e3 * time for time in of] for of in (forward, backward))
             tp_ms = None if waits is None else ([1e3 * time for time in waits[0]], [1e3 * time for time in waits[1]])
-            better = recheck(job, strategy, [1e3 * time for time in forward], [1e3 * time for time in backward], tp_ms)
+            resizes = self._resizes and all(share["divides"] for share in shares)
+            better = self._better(job, strategy, schedule, times[0], times[1], tp_ms, resizes=resizes)
             if better is not None:
+                size = better.micro_batch_size or self.size
                 announce(
                     logger,
-                    f"the planner changed its mind at step {self._steps}: with measured times {better.strategy.name} "
-                    f"(predicted {better.step_ms:.1f} ms a step) is faster than {strategy.name}; pin it with "
+                    f"the planner changed its mind at step {self._steps}: with measured times {better.strategy.name}"
+                    + (f" in micro-batches of {size} samples" if size != self.size else "")
+                    + f" (predicted {better.step_ms:.1f} ms a step) is faster than {strategy.name}; pin it with "
                     f"{better.flags}",
                 )
                 expected = Expected.of(better.prediction, better.strategy.gather_order)
-                return expected.longer_by(other_ms), better.strategy
+                return expected.longer_by(other_ms), better.strategy, size
         buckets = [of_chunk(chunk)[0]["buckets"].get(chunk, ()) for chunk in chunks]
         work = Work(
             forward=forward,
@@ -255,6 +311,7 @@ class Replanner:
             copies_share=True,
             gradient_share=gradient_share(self._config.dp_sync_dtype),
             gradient_delay=self._config.gradient_delay,
+            links=links,
         )
         if copy_rates := [share["copy_rate"] for share in shares if share["copy_rate"] > 0]:
             cluster = replace(cluster, copy_bandwidth=min(copy_rates))
@@ -265,7 +322,33 @@ class Replanner:
         expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         gathers = expected.gather_order if any(expected.gather_order) else ()
-        return expected, replace(strategy, gather_order=gathers)
+        return expected, replace(strategy, gather_order=gathers), self.size
+
+    def _better(
+        self,
+        whole: Job,
+        strategy: Strategy,
+        schedule: Schedule,
+        forward_ms: Sequence[float],
+        backward_ms: Sequence[float],
+        tp_ms: tuple[Sequence[float], Sequence[float]] | None,
+        *,
+        resizes: bool,
+    ) -> Proposal | None:
+        """Returns what `recheck` finds, of micro-batches of all sizes that are worth a try.
+
+        Args:
+            whole: of micro-batches that are not divided.
+        """
+        job = whole if self.size is None or whole.samples is None else in_parts(whole, self.size)
+        if schedule.micro_batches != job.micro_batches:  # the last step of an epoch
+            return None
+        if not resizes:
+            return recheck(job, strategy, forward_ms, backward_ms, tp_ms)
+        if self._sizes is None:
+            self._sizes = memory_curve(whole, strategy)
+        others = [in_parts(whole, size) for size in self._sizes if size != self.size]
+        return recheck(job, strategy, forward_ms, backward_ms, tp_ms, others)
 
     def _slowdown(self, shares: Sequence[dict[str, Any]]) -> float:
         """Returns the part of its speed at the first look that the slowest link has left; 1.0: it is about as fast."""

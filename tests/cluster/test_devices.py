@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fold3d.profile.devices import known_device
+from fold3d.cluster.devices import known_device
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,8 @@ from fold3d.profile.devices import known_device
         ("NVIDIA H100 80GB HBM3", 989e12, 80),
         ("H100 PCIe", 756e12, 80),
         ("V100-32GB", 125e12, 32),
+        ("a100-80", 312e12, 80),
+        ("Tesla T4", 65e12, 16),
     ],
 )
 def test_what_is_known(name: str, peak: float, gigabytes: int) -> None:

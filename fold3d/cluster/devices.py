@@ -40,10 +40,12 @@ _DEVICES = {
     "L40S": Device(362e12, 91.6e12, 48 * 10**9, 32e9, 32e9),
     "L4": Device(121e12, 30.3e12, 24 * 10**9, 32e9, 32e9),
     "V100": Device(125e12, 15.7e12, 16 * 10**9, 150e9, 16e9),
+    "T4": Device(65e12, 8.1e12, 16 * 10**9, 16e9, 16e9),
 }
 """The first name that occurs in the device's counts."""
 KNOWN = tuple(_DEVICES)
-_MEMORY = re.compile(r"(\d+) ?GB")
+_MEMORY = re.compile(r"\b(\d+) ?(GB|$)")
+"""In "A100-SXM4-80GB" and in "a100-80"."""
 
 
 def known_device(name: str) -> Device | None:
