@@ -49,6 +49,7 @@ CLIPPED_EACH_MICRO_BATCH = (
     "PipeDream's weight_versions update the last stage before the first one has its gradients, so that nobody knows "
     'the norm to clip by: leave max_grad_norm out (of the Trainer: max_grad_norm=0), or set weight_versions="2bw"'
 )
+_LEAST_MEMORY = 1_000
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -360,6 +361,7 @@ class ParallelConfig:
             object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
+        check_memory("memory_limit", self.memory_size)
         self._check_offload()
         self._check_flags()
         object.__setattr__(self, "seed", _seed(self.seed))
@@ -678,6 +680,12 @@ def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "N
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or {otherwise}')
     return int(size)
+
+
+def check_memory(name: str, size: int | None) -> None:
+    """Raises ConfigError for a process's memory in bytes that is a number without its unit: less than 1 kB."""
+    if size is not None and size < _LEAST_MEMORY:
+        raise ConfigError(f'{name}={size}: no process fits into {size} bytes; did you mean "{size}GB"?')
 
 
 def _seed(value: Any) -> int:

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fold3d.config import parse_bytes
+from fold3d.config import check_memory, parse_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def settle(options: argparse.Namespace) -> None:
         )
         options.copy_bandwidth = device.pcie / 1e9 if options.copy_bandwidth is None else options.copy_bandwidth
     if options.memory is not None:
-        options.memory_limit = int(_PLANNED * (parse_bytes("--memory", options.memory, 1) or 0))
+        size = parse_bytes("--memory", options.memory, 1) or 0
+        check_memory("--memory", size)
+        options.memory_limit = int(_PLANNED * size)
     by_host = options.hosts is not None or options.link is not None or options.within is not None
     between = _link("--link", options.link) if options.link is not None else None
     for name, value in _DEFAULTS.items():

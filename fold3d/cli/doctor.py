@@ -6,6 +6,7 @@ Alone it looks at this host. Started by torchrun, as a training is, it looks at 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from fold3d.errors import ConfigError
@@ -25,12 +26,13 @@ def add(subcommands: Any) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="whose memory travels, default auto: GPUs where there are any",
+        help="whose memory is copied and sent; default auto: GPUs where there are any",
     )
-    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="of a message, a copy, a sum, default 16")
+    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="size of a message, a copy and a collective, default 16")
     made.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="that a rank is waited for, default 60"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for a rank, default 60"
     )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     made.set_defaults(run=run)
 
 
@@ -43,6 +45,11 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.doctor.examination import examine
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        if not options.json:
+            print(line, flush=True)
 
-    examine(say, device=options.device, size=round(options.size * 1e6), timeout=options.timeout)
+    def report(found: dict[str, Any]) -> None:
+        if options.json:
+            print(json.dumps(found, indent=2), flush=True)
+
+    examine(say, device=options.device, size=round(options.size * 1e6), timeout=options.timeout, report=report)

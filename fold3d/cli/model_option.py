@@ -33,6 +33,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def say(text: str) -> None:
+    """Says on a terminal what takes a while; whoever reads standard error otherwise looks for errors there."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 def load(options: argparse.Namespace) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
     """Returns the model on the meta device and an example batch, if there is one or it can be made up.
 
@@ -113,9 +119,13 @@ def size(number: float) -> str:
     return f"{number:g} B"
 
 
-def count(number: float) -> str:
-    """Returns a large number for people, such as "124 M"."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+def count(number: float, billion: str = "B") -> str:
+    """Returns a large number for people, such as "124 M".
+
+    Args:
+        billion: the unit of 10^9: "B" of parameters, "G" of FLOPs.
+    """
+    for unit, name in ((1e12, "T"), (1e9, billion), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:g}"

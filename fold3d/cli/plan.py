@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals, tp_option
+from fold3d.cli.model_option import say as _say
 from fold3d.cli.tables import breakdown_table, memory_table, rivals_of
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
@@ -287,12 +287,6 @@ def _planned(options: argparse.Namespace, constraints: Constraints) -> _Planned:
         return _Planned(job=job, proposal=proposal, layers=layers, options=options, tried=tried, tables=[table])
 
 
-def _say(text: str) -> None:
-    """Says on a terminal what takes a while; who reads standard error otherwise looks for errors there."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-
-
 class _Teller:
     """Prints now and then how far a long search is, and the best so far: lines of standard error."""
 
@@ -370,6 +364,11 @@ def _settle(options: argparse.Namespace) -> None:
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     free = options.tp is None or options.pp is None
+    if not free and min(options.tp, options.pp) > 0 and options.world_size % (options.tp * options.pp):
+        raise ConfigError(
+            f"--world-size={options.world_size} is no multiple of --tp * --pp = {options.tp * options.pp}; change one "
+            "of them"
+        )
     counts = {name: getattr(options, name) for name in ("batch", "micro_batches", "global_micro_batches")}
     said = [name for name, value in counts.items() if value is not None]
     if options.global_samples is not None and said:

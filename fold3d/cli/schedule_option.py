@@ -38,6 +38,11 @@ def schedule_of(options: argparse.Namespace, command: str) -> Schedule:
         if sizes[name] is None:
             example = f"fold3d {command} {options.schedule} -p 4 -m 8"
             raise ConfigError(f"--{name.replace('_', '-')} is missing, as in: {example}")
+    if (options.group_size or 0) > options.micro_batches:
+        raise ConfigError(
+            f"--group-size={options.group_size} is more than --micro-batches={options.micro_batches}, of which a group "
+            "consists; lower it"
+        )
     return schedules.generate(options.schedule, **{k: v for k, v in sizes.items() if v is not None})
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import schedule_option, tp_option
+from fold3d.cli.parser import picture
 from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fold3d.plan.memory.model import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -85,7 +89,14 @@ def add(subcommands: Any) -> None:
         help="which stashes leave the device, with --saved: boundaries (of chunks that recompute), activations (all), "
         "or activations:50%% (of half of the micro-batches)",
     )
-    made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
+    made.add_argument(
+        *("--picture", "--png"),
+        dest="picture",
+        type=picture,
+        metavar="FILE",
+        help="draw the step's timeline: .png, .svg or .pdf",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     made.set_defaults(run=run)
 
 
@@ -102,8 +113,8 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
     from fold3d.recompute import Choice, Recompute
 
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--picture needs matplotlib, which is not installed: pip install matplotlib")
     _check_sizes(options)
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
@@ -171,18 +182,24 @@ def run(options: argparse.Namespace) -> None:
         cluster,
         dp_sync=options.dp_sync,
         bucket_bytes=None if options.bucket is None else round(options.bucket * 1e6),
-        timeline=bool(options.png),
+        timeline=bool(options.picture),
     )
-    print(_report(schedule, prediction))
+    curves: Sequence[StageMemory] = ()
     if options.saved is not None:
         curves = even_curves(kept, work, cluster, saved, dp_sync=options.dp_sync, versions=1 + options.no_flush)
-        print(memory_table(curves))
-    if options.png:
+    if options.json:
+        print(json.dumps(_to_dict(schedule, prediction, curves), indent=2))
+    else:
+        print(_report(schedule, prediction))
+        if curves:
+            print(memory_table(curves))
+    if options.picture:
         from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
-        write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
-        print(options.png)
+        write_picture(options.picture, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
+        if not options.json:
+            print(options.picture)
 
 
 def _without_flush(options: argparse.Namespace, schedule: Schedule, *, others: bool) -> Schedule:
@@ -210,6 +227,21 @@ def _positive(options: argparse.Namespace, name: str) -> float:
     return value
 
 
+def _to_dict(schedule: Schedule, prediction: Prediction, curves: Sequence[StageMemory]) -> dict[str, Any]:
+    """Returns what --json prints: times in milliseconds, memory in bytes."""
+    made = asdict(replace(prediction, records=()))
+    del made["records"]
+    ranks = made.pop("ranks")
+    sizes = {"pp": schedule.pp, "segments": schedule.segments, "micro_batches": schedule.micro_batches}
+    memory = [curve.peak.device for curve in curves] if curves else None
+    return {**sizes, **made, f"{_who(schedule, prediction)}s": ranks, "peak_bytes": memory}
+
+
+def _who(schedule: Schedule, prediction: Prediction) -> str:
+    """Returns what a row of the breakdown is of: where hosts hold parts of several replicas, a rank."""
+    return "stage" if len(prediction.ranks) == schedule.pp else "rank"
+
+
 def _report(schedule: Schedule, prediction: Prediction) -> str:
     over = 100 * (prediction.step_ms / prediction.limit_ms - 1)
     lines = [
@@ -225,4 +257,4 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
     )
     if not prediction.steady:
         lines.append("the steps did not settle: this is the last of them")
-    return "\n".join([*lines, breakdown_table("rank", prediction)])
+    return "\n".join([*lines, breakdown_table(_who(schedule, prediction), prediction)])

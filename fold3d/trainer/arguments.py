@@ -45,6 +45,9 @@ else:  # HfArgumentParser reads the types, and would read `int | str` as int
 
 logger = logging.getLogger(__name__)
 
+RANDOM = "random"
+"""`weights` that are drawn."""
+
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -109,8 +112,9 @@ class TrainingArguments(transformers.TrainingArguments):
     weights: str | None = field(
         default=None,
         metadata={
-            "help": "Folder with safetensors for a model built on the meta device. Default: weights drawn from seed "
-            "and parameter name."
+            "help": "For a model built on the meta device: the folder with its safetensors, or random, which draws "
+            "values from seed and parameter name. Default: those that empty_weights has noted, or of the checkpoint "
+            "that is resumed."
         },
     )
 

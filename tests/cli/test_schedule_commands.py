@@ -28,7 +28,7 @@ def run(capsys, line: str) -> tuple[int, str, str]:
 def test_draw_text(capsys):
     code, out, err = run(capsys, "draw aiao -p 2 -m 2 -s 2")
     assert code == 0 and not err
-    assert "rank 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n" in out
+    assert "stage 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n" in out
     assert out.splitlines()[-1].startswith("pp=2 segments=2 m=2: 15 units")
 
 

@@ -29,7 +29,7 @@ def test_breakdown(capsys):
     assert code == 0 and not err
     first, *_, rank0, rank1 = out.splitlines()
     assert first.startswith("pp=2 segments=4 m=8: step 297.50 ms, 20.2 % over the limit")
-    assert rank0.split() == ["rank", "0", "240.00", "7.50", "0.00", "50.00", "0.00"]
+    assert rank0.split() == ["stage", "0", "240.00", "7.50", "0.00", "50.00", "0.00"]
     assert rank1.split()[2:] == rank0.split()[2:]
 
 
@@ -112,7 +112,7 @@ def test_the_picture_says_what_the_text_says(capsys, tmp_path, monkeypatch):
     assert code == 0
     title = timeline.shares(seen["simulated"], None)
     step = float(re.search(r"step ([\d.]+) ms", out)[1])
-    rank0 = [float(number) for number in re.search(r"rank 0 +(.*)", out)[1].split()]
+    rank0 = [float(number) for number in re.search(r"stage 0 +(.*)", out)[1].split()]
     names = ("compute", "bubble", "exposed PP.sync", "exposed DP.sync", "hidden DP.sync")
     for name, ms in zip(names, rank0, strict=True):  # the ranks are alike
         assert f"{name} {100 * ms / step:.1f} %" in title
@@ -136,4 +136,4 @@ def test_the_step_in_a_picture_s_title_has_the_waits_for_tp_sync(capsys, tmp_pat
 def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, "simulate aiao -p 2 -m 4 -s 2 --png out.png")
-    assert code == 1 and not out and "--png needs matplotlib, which is not installed: pip install matplotlib" in err
+    assert code == 1 and not out and "--picture needs matplotlib, which is not installed: pip install matplotlib" in err
