@@ -34,15 +34,17 @@ _LINK = re.compile(
 
 def add(costs: Any) -> None:
     """Adds them to the group of options that has --bandwidth and the like."""
-    costs.add_argument("--hosts", type=int, metavar="N", help="with --gpus-per-host instead of -w")
+    costs.add_argument("--hosts", type=int, metavar="N", help="number of hosts; with --gpus-per-host, in place of -w")
     costs.add_argument(
-        "--link", metavar="GBIT,US", help="of a host to the others, all its GPUs together, such as 25Gbit,50us"
+        "--link", metavar="GBIT,US", help="bandwidth and latency of a host to other hosts, such as 25Gbit,50us"
     )
-    costs.add_argument("--within", metavar="GBIT,US", help="of a GPU to the others of its host, such as 2400Gbit,5us")
-    costs.add_argument("--device", metavar="NAME", help="such as A100-80GB: gives what is not said of a GPU")
-    costs.add_argument("--memory", metavar="SIZE", help="of a GPU, such as 80GB: nine tenths are the --memory-limit")
-    costs.add_argument("--price", type=float, metavar="P", help="of a GPU and hour: the cost of tokens is printed")
-    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group by their names")
+    costs.add_argument(
+        "--within", metavar="GBIT,US", help="bandwidth and latency between GPUs of a host, such as 2400Gbit,5us"
+    )
+    costs.add_argument("--device", metavar="NAME", help="GPU model, such as A100-80GB; fills in speed and memory")
+    costs.add_argument("--memory", metavar="SIZE", help="memory of a GPU, such as 80GB; --memory-limit is 90 %% of it")
+    costs.add_argument("--price", type=float, metavar="P", help="price per GPU and hour; prints the cost of tokens")
+    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group")
 
 
 def settle(options: argparse.Namespace) -> None:

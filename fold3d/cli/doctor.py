@@ -1,6 +1,6 @@
-"""`fold3d doctor`: what was built, what the machine has, whether ranks reach each other and how fast; what to change.
+"""`fold3d doctor`: checks this host; under torchrun all ranks, the links between them and their speeds.
 
-Alone it looks at this host. Started by torchrun, as a training is, it looks at all ranks and what is between them.
+It prints what is installed, what was measured and what to change.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser(
         "doctor",
-        help="say what was built and what the machine has, and under torchrun check every pair of ranks",
+        help="check this host; under torchrun check every pair of ranks",
         description=__doc__,
-        epilog="Under torchrun: torchrun ... -m fold3d doctor on each node, with its arguments in the training.",
+        epilog="Several ranks: torchrun ... -m fold3d doctor on each node, with the arguments of the training.",
     )
     made.add_argument(
         "--device",
@@ -28,7 +28,9 @@ def add(subcommands: Any) -> None:
         default="auto",
         help="whose memory is copied and sent; default auto: GPUs where there are any",
     )
-    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="size of a message, a copy and a collective, default 16")
+    made.add_argument(
+        "--size", type=float, default=16.0, metavar="MB", help="size of a message, a copy and a collective, default 16"
+    )
     made.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for a rank, default 60"
     )

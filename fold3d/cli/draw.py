@@ -16,7 +16,9 @@ def add(subcommands: Any) -> None:
     made = subcommands.add_parser("draw", help="draw a schedule as text or a picture", description=__doc__)
     schedule_option.add(made)
     made.add_argument(
-        "--recompute", metavar="CHUNKS", help="with RECOMPUTE: full, or of each chunk, such as full/none; needs --comm"
+        "--recompute",
+        metavar="CHUNKS",
+        help="chunks to recompute: full, or one word per chunk, such as full/none; needs --comm",
     )
     made.add_argument(
         *("--picture", "--png"),
@@ -25,7 +27,7 @@ def add(subcommands: Any) -> None:
         metavar="FILE",
         help="write a picture instead of text: .png, .svg or .pdf",
     )
-    made.add_argument("--comm", action="store_true", help="with SEND, RECV and REDUCE_GRAD: what the ranks run")
+    made.add_argument("--comm", action="store_true", help="also show SEND, RECV and REDUCE_GRAD, as ranks run them")
     made.set_defaults(run=run)
 
 

@@ -249,7 +249,9 @@ def _check(job: _Job) -> None:
             out, err = process.communicate(timeout=_ANSWER)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise ConfigError(f"{host} has not said within {_ANSWER:g} s what is installed; --no-check skips it") from None
+            raise ConfigError(
+                f"{host} has not said within {_ANSWER:g} s what is installed; --no-check skips it"
+            ) from None
         if process.returncode:
             why = [*(out + err).strip().splitlines(), f"exit code {process.returncode}"]
             raise ConfigError(f"{host}: {why[-1] if len(why) == 1 else why[-2]}; is {job.python} there, with fold3d?")

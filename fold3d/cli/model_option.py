@@ -24,12 +24,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a transformers folder or config.json (weights are not read), or MODULE:FUNCTION, a function without "
         "arguments that returns a module, or a module and an example batch (a dict of tensors)",
     )
-    parser.add_argument("--blocks", default="auto", help="name of the list of blocks, default: found by themselves")
+    parser.add_argument(
+        "--blocks", default="auto", help="name of the module list with the blocks; default: found automatically"
+    )
     parser.add_argument(
         "--partition",
         default=BLOCKS,
-        help="modules between which to cut: blocks (default); graph: any that few tensors leave, for models without a "
-        "list of equal blocks; or the modules' names, A,B,C",
+        help="where to cut: between blocks (default); graph: after modules with few outputs, for models without a list "
+        "of equal blocks; or the names of the modules to cut between, A,B,C",
     )
 
 

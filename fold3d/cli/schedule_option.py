@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds SCHEDULE and its sizes to a subcommand's parser."""
-    parser.add_argument("schedule", metavar="SCHEDULE", help="a name out of `fold3d schedules`, or a CSV file")
-    parser.add_argument("-p", "--pp", type=int, help="stages; required with a name")
+    parser.add_argument("schedule", metavar="SCHEDULE", help="a name listed by `fold3d schedules`, or a CSV file")
+    parser.add_argument("-p", "--pp", type=int, help="pipeline stages; required with a name")
     parser.add_argument("-m", "--micro-batches", type=int, help="micro-batches per step; required with a name")
-    parser.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp chunks, default 1")
+    parser.add_argument("-s", "--segments", type=int, help="segments of the model, each cut into pp chunks; default 1")
     parser.add_argument(
         "-n", "--group-size", type=int, help="N: micro-batches per segment (schedule fold); k (schedule kfkb)"
     )

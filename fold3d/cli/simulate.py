@@ -28,66 +28,93 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
     schedule_option.add(made)
-    work = made.add_argument_group("work of one rank, all its segments together")
-    work.add_argument("--forward", type=float, default=10.0, metavar="MS", help="of a micro-batch, default 10")
-    work.add_argument("--backward", type=float, metavar="MS", help="of a micro-batch, default 2 x --forward")
-    work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
-    work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
-    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    work = made.add_argument_group("work of one stage, all its segments together")
+    work.add_argument(
+        "--forward", type=float, default=10.0, metavar="MS", help="forward time of a micro-batch; default 10"
+    )
+    work.add_argument(
+        "--backward", type=float, metavar="MS", help="backward time of a micro-batch; default 2 x --forward"
+    )
+    work.add_argument("--layers", type=int, metavar="N", help="number of layers; default 2 per segment")
+    work.add_argument(
+        "--activation",
+        type=float,
+        default=1.0,
+        metavar="MB",
+        help="activation sent to the next stage per micro-batch; default 1",
+    )
+    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="gradients of a stage; default 100")
     work.add_argument(
         "--saved",
         type=float,
         metavar="MB",
-        help="kept of a micro-batch from forward to backward; shows the memory of a step with AdamW in fp32",
+        help="memory kept per micro-batch from forward to backward; prints the memory of a step (AdamW, fp32)",
     )
     work.add_argument(
-        "--tp", type=int, default=1, help="ranks that share each layer; two sums of --activation per layer, each way"
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
     cluster = made.add_argument_group("cluster")
     tp_option.add(cluster)
-    cluster.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
-    cluster.add_argument("--dp", type=int, default=2, help="replicas, default 2")
-    cluster.add_argument("--bandwidth", type=float, default=10.0, metavar="GBIT", help="per host and way, default 10")
-    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
-    cluster.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="share a network card, default 1")
-    cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
     cluster.add_argument(
-        "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to the pool and back, default 25"
+        "--tp-overlap", metavar="WAY", help="how tensor-parallel sums are hidden: sub, none or auto; default auto"
     )
-    cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
+    cluster.add_argument("--dp", type=int, default=2, help="replicas; default 2")
+    cluster.add_argument(
+        "--bandwidth", type=float, default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10"
+    )
+    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="latency of a message; default 50")
+    cluster.add_argument(
+        "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a network card; default 1"
+    )
+    cluster.add_argument(
+        "--chunk", type=float, default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1"
+    )
+    cluster.add_argument(
+        "--copy-bandwidth",
+        type=float,
+        default=25.0,
+        metavar="GB",
+        help="GB/s between device and pool, each way; default 25",
+    )
+    cluster.add_argument(
+        "--no-preempt", action="store_true", help="do not pause DP.sync: PP.sync waits for whole buckets"
+    )
     made.add_argument(
-        "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1"
+        "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden; default zero1"
     )
     made.add_argument(
         "--dp-sync-dtype",
         choices=DP_SYNC_DTYPES,
         default="float32",
-        help="how gradients travel, default float32; bfloat16 halves their bytes",
+        help="dtype in which gradients are sent; default float32",
     )
     made.add_argument(
         "--gradient-delay",
         type=int,
         choices=(0, 1),
         default=0,
-        help="1: gradients are taken a step later, and their sums travel under all of it; default 0",
+        help="1: apply gradients one step later, so that DP.sync has a full step; default 0",
     )
     made.add_argument(
         "--no-flush",
         action="store_true",
-        help="the pipeline does not run empty between steps, with 1f1b and --gradient-delay 1 (PipeDream-2BW)",
+        help="do not drain the pipeline between steps (PipeDream-2BW); with 1f1b and --gradient-delay 1",
     )
     made.add_argument(
-        "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
+        "--bucket", type=float, metavar="MB", help="least gradients per bucket; default: one bucket per layer"
     )
     made.add_argument(
-        "--recompute", metavar="CHUNKS", help="that run their forward again: full, or of each chunk, such as full/none"
+        "--recompute", metavar="CHUNKS", help="chunks to recompute: full, or one word per chunk, such as full/none"
     )
     made.add_argument(
         "--offload",
         default="none",
         metavar="WHAT",
-        help="which stashes leave the device, with --saved: boundaries (of chunks that recompute), activations (all), "
-        "or activations:50%% (of half of the micro-batches)",
+        help="activations to offload, with --saved: boundaries (inputs of recomputed chunks), activations (all), or "
+        "activations:50%% (of half of the micro-batches)",
     )
     made.add_argument(
         *("--picture", "--png"),
@@ -187,6 +214,12 @@ def run(options: argparse.Namespace) -> None:
     curves: Sequence[StageMemory] = ()
     if options.saved is not None:
         curves = even_curves(kept, work, cluster, saved, dp_sync=options.dp_sync, versions=1 + options.no_flush)
+    _show(options, schedule, prediction, curves)
+
+
+def _show(
+    options: argparse.Namespace, schedule: Schedule, prediction: Prediction, curves: Sequence[StageMemory]
+) -> None:
     if options.json:
         print(json.dumps(_to_dict(schedule, prediction, curves), indent=2))
     else:

@@ -25,13 +25,13 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
     model_option.add(made)
-    made.add_argument("-p", "--pp", type=int, help="stages: also show the chunks")
-    made.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp: also show them")
+    made.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
+    made.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
     made.add_argument(
-        "-t", "--tp", type=int, help="processes that share each layer: show how each of its weights is divided, and why"
+        "-t", "--tp", type=int, help="tensor-parallel ranks; also prints how each weight is divided, and why"
     )
     made.add_argument(
-        "--tp-plan", metavar="JSON", help='modules of which you know better, as {"mlp.gate": "replicate"}; with --tp'
+        "--tp-plan", metavar="JSON", help='overrides for modules, such as {"mlp.gate": "replicate"}; with --tp'
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     made.set_defaults(run=run)
@@ -92,7 +92,9 @@ def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
 def _blocks(traced: Trace) -> list[dict[str, Any]]:
     """Returns a row for what runs before the blocks, for each block, and for what runs behind them."""
 
-    def row(place: int | str, cost: BlockCost, name: str, received: int | None = None, note: str = "") -> dict[str, Any]:
+    def row(
+        place: int | str, cost: BlockCost, name: str, received: int | None = None, note: str = ""
+    ) -> dict[str, Any]:
         numbers = {"parameters": cost.parameters, "flops": cost.flops, "received_bytes": received}
         return {"block": place, "name": name} | numbers | {"note": note}
 
@@ -113,7 +115,9 @@ def _collapsed(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         if len(same) > 1:
             place, name = f"{place}..{last['block']}", f"{kind}{_number(first)}..{_number(last)}"
         received = "" if first["received_bytes"] is None else size(first["received_bytes"])
-        made.append((place, name, count(first["parameters"]), count(first["flops"], billion="G"), received, first["note"]))
+        made.append(
+            (place, name, count(first["parameters"]), count(first["flops"], billion="G"), received, first["note"])
+        )
     return made
 
 
@@ -156,7 +160,9 @@ def _chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> list[dic
         flops += traced.prologue_cost.flops if chunk == 0 else 0
         flops += traced.epilogue_cost.flops if chunk == len(ranges) - 1 else 0
         place = {"chunk": chunk, "segment": segment_of(chunk, pp), "stage": stage_of(chunk, pp)}
-        rows.append(place | {"blocks": [lo, hi - 1], "parameters": sum(p.numel() for p in held.values()), "flops": flops})
+        rows.append(
+            place | {"blocks": [lo, hi - 1], "parameters": sum(p.numel() for p in held.values()), "flops": flops}
+        )
     return rows
 
 

@@ -65,8 +65,9 @@ def write_picture(
     predicted_ms: float | None = None,
     simulated: Sequence[RankBreakdown] | None = None,
 ) -> None:
-    """Draws the step to a file, PNG, SVG or PDF by its suffix: per rank a row of forwards and backwards with the waits between them (red: for DP.sync,
-    dark red: for TP.sync, grey: for another stage), below it a thin row for each kind of communication it has.
+    """Draws the step to a file, PNG, SVG or PDF by its suffix: per rank a row of forwards and backwards with the waits
+    between them (red: for DP.sync, dark red: for TP.sync, grey: for another stage), below it a thin row for each kind
+    of communication it has.
 
     Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
     ConfigError without matplotlib.

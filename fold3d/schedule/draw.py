@@ -66,7 +66,8 @@ def _columns(spans: list[Span], length: int) -> list[str]:
 
 
 def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> None:
-    """Draws the schedule to a file, PNG, SVG or PDF by its suffix: a row per stage, a hue per segment, light forwards and dark backwards.
+    """Draws the schedule to a file, PNG, SVG or PDF by its suffix: a row per stage, a hue per segment, light forwards
+    and dark backwards.
 
     Boxes carry their micro-batch. Of a lowered schedule the transfers are drawn as lines from sender to receiver and
     REDUCE_GRAD (DP.sync may start) as a diamond.
@@ -77,7 +78,9 @@ def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing a picture needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError(
+            "drawing a picture needs matplotlib, which is not installed: pip install matplotlib"
+        ) from None
     drawn = timeline(schedule)
     # A figure with its own canvas: pyplot would keep it alive and could pick a display.
     size = (min(24.0, max(7.0, 3.0 + 0.2 * drawn.makespan)), 1.5 + 0.42 * schedule.pp)

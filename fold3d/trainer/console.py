@@ -102,11 +102,15 @@ def group_of(key: str) -> str:
     return "train" if key in ("loss_scale", "skipped_steps") else "perf"
 
 
-def _above_bar(callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any) -> None:
+def _above_bar(
+    callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any
+) -> None:
     if state.is_world_process_zero and callback.training_bar is not None:
         callback.training_bar.write(step_line(logs, state, measured))
 
 
-def _on_stdout(_callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any) -> None:
+def _on_stdout(
+    _callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any
+) -> None:
     if state.is_local_process_zero:
         sys.stdout.write(f"{step_line(logs, state, measured)}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -74,6 +75,15 @@ def test_early_says_how_many_and_draws(capsys, tmp_path, monkeypatch):
     code, out, _ = run(capsys, "simulate aiao -p 2 -m 4 -s 2 --dp-sync early --gradients 400 --png out.png")
     assert code == 0 and "gathers begun before the last reduce-scatter: " in out and out.endswith("out.png\n")
     assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_json(capsys):
+    line = "simulate aiao -p 2 -m 4 -s 2 --saved 20"
+    told = json.loads(run(capsys, f"{line} --json")[1])
+    assert (told["pp"], told["segments"], told["micro_batches"]) == (2, 2, 4) and len(told["peak_bytes"]) == 2
+    shown = run(capsys, line)[1]
+    assert f"step {told['step_ms']:.2f} ms" in shown and f"{told['stages'][1]['bubble_ms']:.2f}" in shown
+    assert "records" not in told
 
 
 def test_a_file(capsys, tmp_path, monkeypatch):

@@ -154,9 +154,7 @@ def test_several_gpus_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_are_whole(table: str) -> None:
     for name, row in TABLES[table].items():
-        known = {"works", "differs", "refused", "tests"} | (
-            {"value", "with"} if table == "arguments" else set()
-        )
+        known = {"works", "differs", "refused", "tests"} | ({"value", "with"} if table == "arguments" else set())
         assert set(row) <= known, name
         state = tables.state_of(row)
         assert state in tables.STATES and ("refused" not in row or table == "arguments" or state == "refused")

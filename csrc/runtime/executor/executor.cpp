@@ -19,8 +19,8 @@ namespace {
 using core::Action;
 using core::Kind;
 
-/// The name of a range in torch's profiler (and in NVTX, under torch.autograd.profiler.emit_nvtx): what is done, and for
-/// which stage, chunk and micro-batch. Made only while somebody profiles.
+/// The name of a range in torch's profiler (and in NVTX, under torch.autograd.profiler.emit_nvtx): what is done, and
+/// for which stage, chunk and micro-batch. Made only while somebody profiles.
 std::string range_of(const Action& action, int stage, const char* sync = "") {
   const bool has_micro_batch = action.kind != Kind::kReduce;
   return sync + std::string(core::to_string(action.kind)) + " stage " + std::to_string(stage) + " chunk " +
