@@ -42,13 +42,12 @@ def step_line(logs: Mapping[str, Any], state: TrainerState, measured: Collection
     """
     step = f"step {state.global_step}/{state.max_steps}" if state.max_steps > 0 else f"step {state.global_step}"
     line = step + (f" epoch {logs['epoch']:.2f}" if "epoch" in logs else "")
-    numbers = " ".join(f"{name} {_short(logs[key])}" for key, name in _STOCK.items() if key in logs)
-    speeds = " ".join(word for key, say in _SPEED.items() if key in logs and (word := say(logs[key])))
-    line = "  ".join(part for part in (line, numbers, speeds) if part)
+    numbers = [f"{name} {_short(logs[key])}" for key, name in _STOCK.items() if key in logs]
+    speeds = [word for key, say in _SPEED.items() if key in logs and (word := say(logs[key]))]
     own = [f"{key} {_short(value)}" for key, value in logs.items() if key not in {"epoch", *_STOCK, *measured}]
     shares = {name: logs[key] / max(logs["step_ms"], 1e-9) for key, name in _WAITS.items() if key in logs}
     waits = sorted(shares.items(), key=lambda one: (one[0] == "other", -one[1]))
-    for words in (own, [f"{name} {100 * share:.0f}%" for name, share in waits if share >= 0.01]):
+    for words in (numbers, speeds, own, [f"{name} {100 * share:.0f}%" for name, share in waits if share >= 0.01]):
         gap = "  "
         for word in words:
             if len(line) + len(gap) + len(word) <= _WIDTH:

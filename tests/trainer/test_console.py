@@ -52,7 +52,7 @@ OURS = set(STEP) - {"loss", "grad_norm", "learning_rate", "epoch"}
 
 def test_the_line() -> None:
     assert step_line(STEP, state(), OURS) == (
-        "step 65/100 epoch 0.65  loss 5.8 grad 0.5312 lr 0.0012  1352 tok/s 1588 ms 1.2 GB  bubble 7% DP 1%"
+        "step 65/100 epoch 0.65  loss 5.8 grad 0.5312 lr 0.0012  1352 tok/s 1588 ms 1.2 GB  bubble 7%"
     )
 
 
