@@ -132,7 +132,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace) -> _Job:
-    recipe, words = ({}, []) if options.config is None else _recipe(Path(options.config))
+    recipe: dict[str, Any] = {}
+    words: list[str] = []
+    if options.config is not None:
+        recipe, words = _recipe(Path(options.config))
     said = {name: getattr(options, name, None) for name in _OF_LAUNCH}
     said["hosts"] = said["hosts"].split(",") if said["hosts"] else None
     given = recipe | {name: value for name, value in said.items() if value is not None}

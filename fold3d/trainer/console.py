@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
@@ -23,7 +23,7 @@ _WAITS = {
 }
 """Parts of step_ms beside computing, and what the line calls them."""
 _STOCK = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr"}
-_SPEED = {
+_SPEED: Mapping[str, Callable[[Any], str]] = {
     "tokens_per_second": lambda value: f"{_thousands(value)} tok/s",
     "step_ms": lambda value: f"{value:.0f} ms",
     "peak_memory_gb": lambda value: f"{value:.1f} GB",
