@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from fold3d.errors import did_you_mean
@@ -22,7 +21,7 @@ def picture(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parsers of subcommands are of this class too: argparse takes that of their parent."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an unknown option is an error of the subcommand that does not know it."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:

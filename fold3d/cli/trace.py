@@ -108,12 +108,12 @@ def _blocks(traced: Trace) -> list[dict[str, Any]]:
 def _collapsed(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns the rows as text; those of blocks that follow each other and differ by their number alone are one."""
     made: list[tuple[str, ...]] = []
-    for (_, kind, *_), alike in itertools.groupby(rows, lambda one: (type(one["block"]), *_kind(one))):
+    for key, alike in itertools.groupby(rows, lambda one: (isinstance(one["block"], int), _kind(one))):
         same = list(alike)
         first, last = same[0], same[-1]
         place, name = str(first["block"]), first["name"]
         if len(same) > 1:
-            place, name = f"{place}..{last['block']}", f"{kind}{_number(first)}..{_number(last)}"
+            place, name = f"{place}..{last['block']}", f"{key[1][0]}{_number(first)}..{_number(last)}"
         received = "" if first["received_bytes"] is None else size(first["received_bytes"])
         made.append(
             (place, name, count(first["parameters"]), count(first["flops"], billion="G"), received, first["note"])
