@@ -32,7 +32,7 @@ all: .venv/.extension
 
 demo: .venv/.extension
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
-	    --dp 2 --pp 2 --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
+	    --dp 2 --pp 2 --weights random --gradient_accumulation_steps 8 --timeline 50 --output_dir $(OUT)
 
 # Three systems on a network limited on this machine, in about two minutes; needs root, and says so.
 demo-network: .venv/.extension

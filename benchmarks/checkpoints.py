@@ -112,6 +112,7 @@ def work(options: argparse.Namespace, folder: str) -> Watch:
         output_dir=folder,
         dp=options.dp,
         pp=options.pp,
+        weights="random",
         segments=1,
         schedule="1f1b",
         dp_sync="zero1",

@@ -67,6 +67,7 @@ def work(options: argparse.Namespace) -> None:
         output_dir=f"{options.folder}/out",
         dp=options.dp,
         pp=options.pp,
+        weights="random",
         segments=options.segments,
         dp_sync="zero1",
         use_cpu=True,

@@ -3,9 +3,10 @@
 An ordinary transformers script; the two lines that differ from the stock one are marked. Start it with torchrun:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pretrain_gpt.py \
-        --dp 2 --pp 2 --gradient_accumulation_steps 8 --output_dir out/demo
+        --dp 2 --pp 2 --weights random --gradient_accumulation_steps 8 --output_dir out/demo
 
-`make demo` does so. On one process it runs without torchrun and without --dp and --pp.
+`make demo` does so. On one process it runs without torchrun and without --dp and --pp. --weights random says that the
+model on the meta device is to train from random values.
 """
 
 import math

@@ -49,6 +49,7 @@ CLIPPED_EACH_MICRO_BATCH = (
     "PipeDream's weight_versions update the last stage before the first one has its gradients, so that nobody knows "
     'the norm to clip by: leave max_grad_norm out (of the Trainer: max_grad_norm=0), or set weight_versions="2bw"'
 )
+_LEAST_MEMORY = 1_000
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{unit}": base ** (power + 1)
     for unit, base in (("b", 1000), ("ib", 1024))
@@ -76,16 +77,16 @@ class ParallelConfig:
 
     parallel: str | None = setting(
         None,
-        "auto: dp, tp, pp and the micro-batches of global_batch_size samples are decided when training starts, from "
-        "measured layers and links; those of dp, tp and pp that are set stay. Default: as dp, tp and pp say.",
+        "auto: choose dp, tp, pp and the micro-batches for global_batch_size samples at the start, from measured "
+        "layers and links. dp, tp and pp that are set stay. Default: dp, tp and pp as they are set.",
     )
     """"auto": dp, tp, pp and the micro-batches are decided when the engine is made, as what is predicted to be fastest
     for `global_batch_size` by measured layers and links and within the memory; what is set of dp, tp and pp stays. The
     engine's `config` then says what was decided, and has None here. None: as dp, tp and pp say."""
     global_batch_size: int | None = setting(
         None,
-        "Samples of an optimizer step, all replicas together; gradient_accumulation_steps follows. With parallel=auto "
-        "micro-batches have at most per_device_train_batch_size samples. Default: per_device_train_batch_size * "
+        "Samples per optimizer step of all replicas; gradient_accumulation_steps follows. With parallel=auto a "
+        "micro-batch has at most per_device_train_batch_size samples. Default: per_device_train_batch_size * "
         "gradient_accumulation_steps * dp.",
     )
     """Samples of an optimizer step, all replicas together; with parallel="auto", where `micro_batches` follows. None:
@@ -105,23 +106,22 @@ class ParallelConfig:
     """Data-parallel replicas. None: world size / (tp * pp)."""
     tp: int = setting(
         None,
-        "Tensor-parallel processes: so many share each weight of a layer, and its computation; best on one host. How "
-        "is found out by running the layers; `fold3d trace MODEL -t TP` shows it. Default: 1, or what parallel=auto "
-        "decides.",
+        "Tensor-parallel processes, which divide the weights and the computation of each layer; best within one host. "
+        "`fold3d trace MODEL -t TP` shows how layers are divided. Default: 1, or what parallel=auto chooses.",
     )
     """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
     blocks; `fold3d trace MODEL -t TP` shows it. None: 1, which it is from then on, or what parallel="auto" decides."""
     pp: int = setting(
         None,
-        "Pipeline stages: the model's layers are spread over so many processes. Default: 1, or what parallel=auto "
-        "decides.",
+        "Pipeline stages: the model's layers are divided over this many processes. Default: 1, or what parallel=auto "
+        "chooses.",
     )
     """Pipeline stages. None: as for `tp`."""
     segments: int | str = setting(
         AUTO,
         "Consecutive parts of the model, each cut into pp chunks, so that a process holds one chunk of each segment. "
-        "More segments shorten the pipeline's idle time and let gradients travel earlier. auto: what is fastest by "
-        "measured times of layers and network.",
+        "More segments shorten the pipeline bubble and let DP.sync start earlier. auto: the fastest by measured times "
+        "of layers and network.",
     )
     """Consecutive parts of the model, each cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
     measures layers and network when the engine is built and takes what its simulator finds fastest; 1 where nothing can
@@ -130,9 +130,9 @@ class ParallelConfig:
     """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
     micro_batch_size: int | str | None = setting(
         None,
-        "Samples that pass the model at once; it divides per_device_train_batch_size, and so many parts of a "
-        "micro-batch run after each other: less memory, with the gradients and the loss of the whole one. auto: "
-        "under memory_limit what is fastest. Default: per_device_train_batch_size.",
+        "Splits each micro-batch into parts of this many samples that run one after another. Saves memory; loss and "
+        "gradients do not change. Must divide per_device_train_batch_size. auto: the fastest size under memory_limit. "
+        "Default: per_device_train_batch_size.",
     )
     """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
     schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
@@ -142,8 +142,8 @@ class ParallelConfig:
     all that keeps to it, together with `recompute`, `offload` and `segments`; else None."""
     loss_reduction: str | None = setting(
         None,
-        "What a micro-batch's loss is of its samples', for micro_batch_size: sum, mean (over samples) or tokens "
-        "(mean over labels that are not -100). Default: only losses that add up by construction are divided.",
+        "How a micro-batch's loss combines its samples, for micro_batch_size: sum, mean (over samples) or tokens (mean "
+        "over labels that are not -100). Default: only losses that are known to add up are split.",
     )
     """What a micro-batch's loss is of its samples', for `micro_batch_size`: their "sum", the "mean" over samples, or
     that over labels that are not -100 ("tokens"). None: a loss that adds up by construction, as transformers' own loss
@@ -163,8 +163,8 @@ class ParallelConfig:
     "auto": the planner's, or the schedule's own default."""
     tp_plan: Mapping[str, str] | None = setting(
         None,
-        "Dict, as JSON on the command line, from module names or patterns to how their weights are spread, where "
-        "that shall be otherwise than what is found out. Default: nothing is.",
+        "Overrides how weights are divided: a dict (JSON on the command line) from module names or patterns to "
+        "colwise, rowwise, replicate and others. Default: no overrides.",
     )
     """Module names or patterns -> how their weights are spread, where that shall be otherwise than what is found out;
     see docs/tensor-parallel.md. None: nothing is."""
@@ -175,20 +175,19 @@ class ParallelConfig:
     """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
     partition: Partition = setting(
         BLOCKS,
-        "Between which modules the model may be cut: blocks; graph: any that few tensors leave, for models without a "
-        "list of equal blocks (ResNets, U-Nets, Swin); or the names of the modules that run one after the other, "
-        "with commas between.",
+        "Where the model may be cut: between blocks; graph: after modules with few outputs, for models without a list "
+        "of equal blocks (ResNets, U-Nets, Swin); or names of modules that run one after another, separated by "
+        "commas.",
     )
     """Between which modules the model may be cut: "blocks": the blocks; "graph": any that few tensors leave, found in a
     recording, for models without a list of blocks (ResNets, U-Nets, Swin); or the names of the modules that run one
     after the other, in a sequence or separated by commas."""
     recompute: bool | str = setting(
         AUTO,
-        "What is computed again in the backward pass instead of kept, for any model: none, full (whole chunks, of "
-        "which only the inputs are kept; also as a bare flag), blocks (each block by itself), blocks:2 (every second "
-        "one), or names of modules inside of a block, such as self_attn,mlp or attn.*; for each chunk another one "
-        "with / between them; auto: the least with which memory_limit is kept. Blocks that "
-        "activation_checkpointing=True makes recompute are left to themselves.",
+        "What to recompute in the backward pass: none, full (whole chunks; also as a bare flag), blocks (each block), "
+        "blocks:2 (every second block), or names of modules inside a block, such as self_attn,mlp or attn.*; one value "
+        "per chunk, separated by /. auto: as little as memory_limit allows. Blocks under activation_checkpointing=True "
+        "are left alone.",
         nargs="?",
         const="full",
     )
@@ -199,9 +198,9 @@ class ParallelConfig:
     nothing. The numbers are the same."""
     tp_overlap: str = setting(
         AUTO,
-        "How tensor-parallel communication is hidden: sub (two halves of a micro-batch take turns), fused (matrix "
-        "products send one piece while they compute the next), none, or auto (the fastest, by prediction, and by "
-        "real steps where that is close). The numbers are the same.",
+        "How TP.sync is hidden: sub (two halves of a micro-batch take turns), fused (matrix products send one piece "
+        "while they compute the next), none, or auto (the fastest by prediction, and by real steps if predictions are "
+        "close). The numbers do not change.",
     )
     """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
     communicates; "fused": matrix products next to a sum send one piece while they compute the next; "none": every sum
@@ -209,9 +208,8 @@ class ParallelConfig:
     three are tried for three steps each; the fastest one stays. The numbers are the same."""
     sequence_parallel: bool | str = setting(
         AUTO,
-        "Whether tensor-parallel processes share the sequence outside of layers that they share: norms, residual "
-        "sums and dropout take 1 / tp of their memory. auto: where the model is found to allow it. The numbers are "
-        "the same.",
+        "Whether tensor-parallel processes divide the sequence outside of divided layers: norms, residual sums and "
+        "dropout take 1 / tp of their memory. auto: if the model allows it. The numbers do not change.",
     )
     """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
     residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where
@@ -220,9 +218,8 @@ class ParallelConfig:
     """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
     comm_timeout: float | None = setting(
         None,
-        "Seconds a process waits for another before the job fails on every process; while a checkpoint is written, "
-        "ddp_timeout counts instead. Default: ddp_timeout (1800) for one that gives signs of life, 300 for one that "
-        "is silent.",
+        "Seconds that a process waits for another before the job fails on every process. While a checkpoint is "
+        "written, ddp_timeout counts instead. Default: ddp_timeout (1800) if the other shows signs of life, else 300.",
     )
     """Seconds a rank waits for another before the step fails on every rank. None: 300."""
     patience: float | None = None
@@ -236,8 +233,8 @@ class ParallelConfig:
     dp_sync: str = setting(
         AUTO,
         "How gradients are summed over the replicas, always exactly: zero1 (each process steps its share of the "
-        "parameters: least memory), early (gradients travel whenever the network is idle: hides most), serial "
-        "(nothing is hidden), auto.",
+        "parameters; least memory), early (all-gathers gradients whenever the network is idle; hides most), serial "
+        "(hides nothing), auto.",
     )
     """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
     the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
@@ -246,24 +243,23 @@ class ParallelConfig:
     else early."""
     dp_sync_dtype: str = setting(
         "float32",
-        "How gradients travel to their sums over the replicas: float32, or bfloat16, which halves the bytes; they "
-        "are kept and added in float32, but are rounded on their way.",
+        "Dtype in which gradients are sent to other replicas: float32, or bfloat16, which halves the bytes. They are "
+        "accumulated and added in float32, but rounded when sent.",
     )
     """How gradients travel to their sums over the replicas: "float32", or "bfloat16", which halves the bytes. They are
     accumulated over micro-batches in float32 and added in float32; with dp replicas a sum has been rounded dp times
     on its way. The numbers are no more those of one process."""
     gradient_delay: int = setting(
         0,
-        "1: each update takes the gradients of the step before, whose sums over the replicas have a whole step to "
-        "travel: faster where the network is slow, but the weights are no more those of exact training. 0: those of "
-        "its own step.",
+        "1: each update applies the gradients of the step before, so that DP.sync has a full step. Faster on slow "
+        "networks, but no longer the weights of exact training. 0: the gradients of its own step.",
     )
     """1: the optimizer takes the gradients of the step before, so that their sums have a whole step to travel. The
     weights are no more those of exact training: see docs/late-gradients.md. 0: those of its own step."""
     flush: bool = setting(
         True,
-        "Whether the pipeline runs empty between optimizer steps. False, with gradient_delay=1, schedule 1f1b and one "
-        "segment (PipeDream-2BW): it does not, at the price of a second version of the weights; on the CPU.",
+        "Whether the pipeline drains between optimizer steps. False (PipeDream-2BW) needs gradient_delay=1, schedule "
+        "1f1b, one segment and the CPU, and keeps a second version of the weights.",
     )
     """Whether the pipeline runs empty between optimizer steps. False (PipeDream-2BW): it does not, which is faster with
     few micro-batches; the weights are, bit for bit, those of `gradient_delay=1`, which it needs, and there are two
@@ -271,9 +267,9 @@ class ParallelConfig:
     CPU. See docs/late-gradients.md."""
     weight_versions: str = setting(
         "2bw",
-        "With flush=False, which weights a micro-batch takes, on the CPU: 2bw (two versions, an update per step), or "
-        "PipeDream's, with an update for each micro-batch and as many versions as stages: stashing (each stage its "
-        "newest), vertical_sync (all stages the same).",
+        "Which weights a micro-batch uses with flush=False: 2bw (two versions, an update per step), or PipeDream's, "
+        "with an update per micro-batch and as many versions as stages: stashing (each stage its newest), "
+        "vertical_sync (the same on all stages).",
     )
     """With `flush=False`, which weights a micro-batch takes. "2bw": two versions, an update for each step. "stashing",
     "vertical_sync" (PipeDream): an update for each micro-batch, so micro_batches=1; a micro-batch takes the newest
@@ -281,23 +277,23 @@ class ParallelConfig:
     passes; a stage keeps up to pp versions. See docs/late-gradients.md."""
     delay_correction: str = setting(
         "none",
-        "What makes up for gradient_delay=1: none; error_feedback (an update takes twice what the optimizer says, less "
-        "what it said the step before); predict (gradients are those of the weights that the next update would give).",
+        "Correction for gradient_delay=1: none; error_feedback (twice the optimizer's update, less the one of the step "
+        "before); predict (gradients at the weights that the next update would give).",
     )
     """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
     and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of
     2 W(t) - W(t-1); one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
-        "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
-        "choice, 1 MiB where there is none.",
+        "Least bytes of a bucket of gradients, such as 4MiB; 0: a bucket per layer. Default: the planner's choice, "
+        "else 1 MiB.",
     )
     """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
     a number from then on. None: the planner's, or 1 MiB."""
     memory_limit: int | float | str | None = setting(
         None,
         "Bytes that a process may use for weights, gradients, optimizer state and activations, such as 8GB or "
-        "512MiB; the planner keeps its choice under it. Default: nine tenths of a GPU's memory, no limit on the CPU.",
+        "512MiB; the planner keeps below it. Default: nine tenths of a GPU's memory, no limit on the CPU.",
     )
     """Bytes that a rank may use for weights, gradients, optimizer state and activations, also as text: "8GB" (8e9),
     "512MiB" (512 * 2^20); a number from then on. With it the planner runs also where `segments` is set, for a schedule
@@ -306,10 +302,10 @@ class ParallelConfig:
     runs (where nothing fits, what needs least), no limit on the CPU."""
     offload: str = setting(
         AUTO,
-        "What leaves the device between forward and backward, for a pool of host memory: none, boundaries (what "
-        "recomputed layers keep), activations (all that backward passes need), either of a share of the "
-        "micro-batches, such as activations:50%%, or auto: what is fastest under memory_limit, on a GPU or with "
-        "offload_disk. Copies run beside the computation. The numbers are the same.",
+        "Activations to move to host memory between forward and backward: none, boundaries (what recomputed layers "
+        "keep), activations (all that backward passes need), both also for a share of the micro-batches, such as "
+        "activations:50%%, or auto: the fastest under memory_limit, on a GPU or with offload_disk. Copies run beside "
+        "the computation. The numbers do not change.",
     )
     """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
     what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
@@ -318,22 +314,22 @@ class ParallelConfig:
     `offload_disk`, what is faster than `recompute`; else nothing."""
     offload_pool: int | float | str = setting(
         AUTO,
-        "Bytes of the pool of each process, such as 8GB, reserved before training; auto: what is planned, and what "
-        "the first step asks for beyond.",
+        "Bytes of each process's pool for offload, such as 8GB, reserved before training. auto: as planned, and more "
+        "if the first step needs it.",
     )
     """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
     on. What does not fit is an error, before training where that can be proven. "auto": what was planned, and what the
     stashes of the first step ask for beyond."""
     offload_disk: str | None = setting(
         None,
-        "Folder for a file that is the pool, where host memory is short. Default: host memory.",
+        "Folder of a file that serves as the pool, if host memory is short. Default: the pool is host memory.",
     )
     """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
     None: the pool is host memory."""
     offload_optimizer: bool = setting(
         False,
-        "Whether the optimizer's state lies in host memory and is stepped there: of this process's share with zero1, "
-        "else of all its parameters. For any optimizer that torch can step on a CPU, layer by layer.",
+        "Whether the optimizer state lies in host memory and is stepped there: with zero1 of this process's share, "
+        "else of all its parameters. Works with any optimizer that torch can step on a CPU, layer by layer.",
     )
     """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and is
     stepped there, by the same optimizer: of this rank's shard with zero1, else of all its parameters. Gradients and
@@ -348,8 +344,8 @@ class ParallelConfig:
     numbers differ in their last bits. No GPU has shown a gain yet: measure with `make gpu`."""
     chunked_loss: int | None = setting(
         None,
-        "Tokens of a micro-batch whose logits the cross-entropy of a language model computes at a time, in the forward "
-        "and again in the backward: less memory, and one product with the head more. Default: all at once.",
+        "Computes a language model's cross-entropy in chunks of this many tokens, in the forward and again in the "
+        "backward. Saves the memory of all logits; costs one more product with the head. Default: all tokens at once.",
     )
     """Tokens of a micro-batch whose logits are there at a time: the cross-entropy of a language model is computed in
     chunks, each with its part of the vocabulary under tensor parallelism, in the forward and again in the backward. So
@@ -378,6 +374,7 @@ class ParallelConfig:
             object.__setattr__(self, "recompute", str(Recompute.parse(self.recompute)))
         for name, least in (("bucket_bytes", 0), ("memory_limit", 1)):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name), least))
+        check_memory("memory_limit", self.memory_size)
         self._check_offload()
         self._check_flags()
         object.__setattr__(self, "seed", _seed(self.seed))
@@ -706,6 +703,12 @@ def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "N
         kind = "a positive number of bytes" if least else "a number of bytes, 0 for a bucket per layer"
         raise ConfigError(f'{name}={value!r}: must be {kind}, such as 8000000000, 8e9, "8GB", "512MiB", or {otherwise}')
     return int(size)
+
+
+def check_memory(name: str, size: int | None) -> None:
+    """Raises ConfigError for a process's memory in bytes that is a number without its unit: less than 1 kB."""
+    if size is not None and size < _LEAST_MEMORY:
+        raise ConfigError(f'{name}={size}: no process fits into {size} bytes; did you mean "{size}GB"?')
 
 
 def _seed(value: Any) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class Fold3dError(Exception):
     """Base class of every error fold3d raises on purpose."""
@@ -45,3 +48,9 @@ WAYS_OUT = (
 
 class SplitError(Fold3dError, RuntimeError):
     """A chunk ran otherwise than recorded; the message names the module, the reason and what to change."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean 'x'?)" with the name of `known` nearest to `word`; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -52,6 +52,7 @@ from fold3d.topology import Topology
         ({"bucket_bytes": -1}, "bucket_bytes=-1: must be a number of bytes"),
         ({"bucket_bytes": 1.5}, "bucket_bytes=1.5: must be a number of bytes"),
         ({"bucket_bytes": True}, "bucket_bytes=True: must be a number of bytes"),
+        ({"memory_limit": 24}, """memory_limit=24: no process fits into 24 bytes; did you mean "24GB"\\?"""),
         ({"memory_limit": 0}, "memory_limit=0: must be a positive number of bytes"),
         ({"memory_limit": "8 bananas"}, "memory_limit='8 bananas': must be a positive number of bytes, such as"),
         (

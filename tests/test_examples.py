@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import example, pages
-from tests.helpers.example import EXAMPLE, EXAMPLES, FEW, IN_SINGLE, SMALL, TINY
+from tests.helpers.example import DRAWN, EXAMPLE, EXAMPLES, FEW, IN_SINGLE, SMALL, TINY
 from tests.helpers.launch import launch
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import clean
@@ -48,12 +48,12 @@ def test_the_example_is_the_stock_script_but_for_two_lines(tmp_path: Path) -> No
 @pytest.mark.dist
 def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     layout = ["--dp", "2", "--pp", "2", "--segments", "2", "--schedule", "aiao", "--timeline", "2"]
-    result = launch(EXAMPLE, 4, *TINY, *layout, "--output_dir", str(tmp_path), timeout=200)
+    result = launch(EXAMPLE, 4, *TINY, *DRAWN, *layout, "--output_dir", str(tmp_path), timeout=200)
     assert [rank.returncode for rank in result] == [0] * 4, result.report()
     assert not result.orphans
     assert all(rank.stdout == "" for rank in result[1:]), "only rank 0 prints"
     said = result[0].stdout
-    assert re.search(r"step 3/3  loss \S+  grad \S+  lr \S+  \d+ tok/s  \d+ ms  .*other \d+ %", said), said
+    assert re.search(r"step 3/3 epoch \S+  loss \S+ grad \S+ lr \S+  \d+ tok/s \d+ ms .*%", said), said
     for word in ("eval_loss", "Loss on text that was held back", "What it expects next", "A sample of", "Try next"):
         assert word in said, f"{word} is missing in\n{said}"
     for name in ("model.safetensors", "timeline/step-2.png", "timeline/step-2.json", "eval_results.json"):
@@ -67,7 +67,7 @@ def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
 def test_the_example_plans_by_itself_and_says_what_was_hidden(tmp_path: Path) -> None:
     """As `make demo` runs it: nothing is said about segments, schedule and DP.sync."""
     layout = ["--dp", "2", "--pp", "2", "--gradient_accumulation_steps", "4", "--max_steps", "8"]
-    result = launch(EXAMPLE, 4, *TINY, *layout, "--output_dir", str(tmp_path), timeout=200)
+    result = launch(EXAMPLE, 4, *TINY, *DRAWN, *layout, "--output_dir", str(tmp_path), timeout=200)
     assert [rank.returncode for rank in result] == [0] * 4, result.report()
     said = result[0].stdout + result[0].stderr
     for text in (
@@ -93,7 +93,7 @@ def test_the_demo_in_twenty_steps(tmp_path: Path) -> None:
     command += " --gradient_accumulation_steps 4 --eval_sequences 16 --hidden 160 --layers 4 --vocabulary 1024"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(text) for text in re.findall(r"step \d+/20  loss (\S+)", done.stdout)]
+    losses = [float(text) for text in re.findall(r"step \d+/20 epoch \S+  loss (\S+)", done.stdout)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5, done.stdout
     for text in ("the planner chose", "were hidden under computation", "A sample of"):
         assert text in done.stdout + done.stderr, f"{text} is missing in\n{done.stdout}{done.stderr}"

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import fold3d
-from tests.helpers.example import EXAMPLE, TINY
+from tests.helpers.example import DRAWN, EXAMPLE, TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -128,6 +128,7 @@ def test_the_source_distribution_builds_a_wheel_that_runs_the_example(tmp_path: 
         *torchrun,
         EXAMPLE,
         *TINY,
+        *DRAWN,
         "--pp",
         "2",
         "--segments",

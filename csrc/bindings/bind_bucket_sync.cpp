@@ -1,11 +1,13 @@
 #include "bindings/bindings.h"
 
+#include <ATen/record_function.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/signals.h"
@@ -112,12 +114,14 @@ class PyBucketSync {
   }
 
   void wait_reduced(int bucket, std::optional<std::int64_t> step) {
+    RECORD_USER_SCOPE("DP.sync wait gradients bucket " + std::to_string(bucket));
     without_gil([bucket, step](comm::BucketSync& sync) { sync.wait_reduced(bucket, step); });
     if (const auto found = reduced_.find(bucket); found != reduced_.end()) {
       found->second->ready().block(runtime::current_stream(found->second->tensor().device()));
     }
   }
   void wait_gathered(int bucket) {
+    RECORD_USER_SCOPE("DP.sync wait weights bucket " + std::to_string(bucket));
     without_gil([bucket](comm::BucketSync& sync) { sync.wait_gathered(bucket); });
     if (const auto found = gathered_.find(bucket); found != gathered_.end()) {
       found->second->gathered().block(runtime::current_stream(found->second->tensor().device()));

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -32,6 +33,7 @@ class StartedWork final : public Started {
 
   void wait() override {
     if (!work_) return;
+    RECORD_USER_SCOPE("TP.sync wait");
     if (result_.is_cpu()) {
       std::optional<comm::TensorAccount::Waiting> waiting;
       if (account_) waiting.emplace(*account_);

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <span>
@@ -19,7 +20,10 @@ class StartedExchange final : public Started {
   StartedExchange(std::shared_ptr<comm::TensorSync> sync, comm::TensorSync::Ticket ticket, at::Tensor result)
       : sync_(std::move(sync)), ticket_(ticket), result_(std::move(result)) {}
 
-  void wait() override { sync_->wait(ticket_); }
+  void wait() override {
+    RECORD_USER_SCOPE("TP.sync wait");
+    sync_->wait(ticket_);
+  }
   at::Tensor result() const override { return result_; }
 
  private:

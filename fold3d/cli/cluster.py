@@ -30,29 +30,29 @@ def add(subcommands: Any) -> None:
 def _add_simulate(subcommands: Any) -> None:
     text = "Simulates a cluster: which policy suits these jobs, and which GPUs."
     made = subcommands.add_parser("simulate", help="what a policy, or other GPUs, would do to jobs", description=text)
-    made.add_argument("workload", metavar="WORKLOAD.json", help="models with their rates, and jobs; docs/cluster.md")
+    made.add_argument("workload", metavar="WORKLOAD.json", help="models, their rates, and jobs; see docs/cluster.md")
     made.add_argument(
         "--gpus",
         action="append",
         required=True,
         metavar="KIND:COUNT@PRICE,..",
-        help="of the cluster; prices per GPU and hour may be left out; again for another cluster to compare",
+        help="GPUs of the cluster, prices per GPU and hour optional; repeat it to compare clusters",
     )
     made.add_argument(
         "--policy",
         action="append",
         metavar="NAME",
-        help=f"default fair; NAME{_BLIND} takes all kinds for equally fast; again for another to compare",
+        help=f"policy; default fair; NAME{_BLIND} treats all kinds as equally fast; repeat it to compare policies",
     )
-    made.add_argument("--budget", type=float, help="for the policy makespan: what all jobs may cost")
-    made.add_argument("--round", type=float, default=360.0, metavar="SECONDS", help="default 360")
+    made.add_argument("--budget", type=float, help="cost limit of all jobs, for the policy makespan")
+    made.add_argument("--round", type=float, default=360.0, metavar="SECONDS", help="length of a round; default 360")
     made.add_argument(
-        "--overhead", type=float, default=0.05, help="part of a job's time that moves may take, default 0.05"
+        "--overhead", type=float, default=0.05, help="share of a job's time that moves may take; default 0.05"
     )
-    made.add_argument("--draw", type=int, metavar="JOBS", help="so many jobs, drawn from the file's; with --per-hour")
-    made.add_argument("--per-hour", type=float, metavar="JOBS", help="how many of them come in an hour, with --draw")
-    made.add_argument("--seeds", type=int, help="draws, of which the table has the mean; default 1, with --draw")
-    made.add_argument("--png", metavar="FILE", help="draw times, used GPUs and fairness (of the first draw)")
+    made.add_argument("--draw", type=int, metavar="JOBS", help="number of jobs to draw from the file; with --per-hour")
+    made.add_argument("--per-hour", type=float, metavar="JOBS", help="jobs that arrive per hour, with --draw")
+    made.add_argument("--seeds", type=int, help="number of draws to average, with --draw; default 1")
+    made.add_argument("--png", metavar="FILE", help="write a picture of times, used GPUs and fairness (first draw)")
     made.set_defaults(run=run_simulate)
 
 

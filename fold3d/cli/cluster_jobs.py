@@ -17,26 +17,40 @@ _LONGEST = 366 * 86400.0
 
 def add(subcommands: Any) -> None:
     """Adds the subcommands to the parser."""
-    made = subcommands.add_parser("submit", help="a job that may run on several kinds of GPU", description=__doc__)
+    made = subcommands.add_parser("submit", help="add a job that can run on several kinds of GPU", description=__doc__)
     made.add_argument("name")
-    made.add_argument("script", help="train.py, which torchrun starts, or a program that is run once on each node")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script: all behind it")
-    made.add_argument("--on", action="append", required=True, metavar="KIND:NODESxGPUS", help="such as a100:1x2; again")
+    made.add_argument("script", help="train.py, started by torchrun, or a program that is run once per node")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
     made.add_argument(
-        "--output", required=True, metavar="FOLDER", help="its output_dir, on storage that all nodes mount"
+        "--on",
+        action="append",
+        required=True,
+        metavar="KIND:NODESxGPUS",
+        help="where it can run, such as a100:1x2; may be repeated",
     )
-    made.add_argument("--predicted", metavar="FILE", help="rates in tokens per second; default: as many as GPUs")
-    made.add_argument("--weight", type=float, default=1.0, help="default 1")
-    made.add_argument("--group", default="", help="for the policy hierarchical")
-    made.add_argument("--deadline", type=float, metavar="HOURS", help="from now")
+    made.add_argument(
+        "--output", required=True, metavar="FOLDER", help="output_dir of the job, on storage that all nodes mount"
+    )
+    made.add_argument(
+        "--predicted",
+        metavar="FILE",
+        help="file with predicted rates in tokens per second; default: proportional to GPUs",
+    )
+    made.add_argument("--weight", type=float, default=1.0, help="weight in the policy; default 1")
+    made.add_argument("--group", default="", help="group, for the policy hierarchical")
+    made.add_argument("--deadline", type=float, metavar="HOURS", help="deadline in hours from now")
     made.set_defaults(run=run_submit)
     made = subcommands.add_parser("round", help="start, move and stop jobs by a policy", description=__doc__)
-    made.add_argument("--policy", default="fair", metavar="NAME", help="default fair")
-    made.add_argument("--gpus", metavar="KIND:COUNT,..", help="that jobs may have; default: all of the cluster")
-    made.add_argument("--every", type=float, metavar="SECONDS", help="hold rounds for ever; else one, as cron does")
-    made.add_argument("--round", type=float, metavar="SECONDS", help="between rounds of cron, default --every or 360")
+    made.add_argument("--policy", default="fair", metavar="NAME", help="policy; default fair")
+    made.add_argument("--gpus", metavar="KIND:COUNT,..", help="GPUs that jobs may use; default: all of the cluster")
+    made.add_argument(
+        "--every", type=float, metavar="SECONDS", help="repeat rounds at this interval; default: one round, for cron"
+    )
+    made.add_argument(
+        "--round", type=float, metavar="SECONDS", help="time between rounds of cron; default --every or 360"
+    )
     made.set_defaults(run=run_round)
-    made = subcommands.add_parser("status", help="the jobs, and what each is due", description=__doc__)
+    made = subcommands.add_parser("status", help="list the jobs and what each is owed", description=__doc__)
     made.set_defaults(run=run_status)
     made = subcommands.add_parser("cancel", help="end a job and forget it", description=__doc__)
     made.add_argument("name")

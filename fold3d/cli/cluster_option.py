@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fold3d.config import parse_bytes
+from fold3d.config import check_memory, parse_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,27 +37,29 @@ _LINK = re.compile(
 
 def add(costs: Any) -> None:
     """Adds them to the group of options that has --bandwidth and the like."""
-    costs.add_argument("--hosts", type=int, metavar="N", help="with --gpus-per-host instead of -w")
+    costs.add_argument("--hosts", type=int, metavar="N", help="number of hosts; with --gpus-per-host, in place of -w")
     costs.add_argument(
-        "--link", metavar="GBIT,US", help="of a host to the others, all its GPUs together, such as 25Gbit,50us"
+        "--link", metavar="GBIT,US", help="bandwidth and latency of a host to other hosts, such as 25Gbit,50us"
     )
-    costs.add_argument("--within", metavar="GBIT,US", help="of a GPU to the others of its host, such as 2400Gbit,5us")
+    costs.add_argument(
+        "--within", metavar="GBIT,US", help="bandwidth and latency between GPUs of a host, such as 2400Gbit,5us"
+    )
     costs.add_argument(
         "--device",
         action="append",
         metavar="NAME",
-        help="such as A100-80GB: gives what is not said of a GPU; again for a table of several; A100:8,T4:8 has both "
-        "kinds in one job, so many of each in the order of processes",
+        help="GPU model, such as A100-80GB; fills in speed and memory; again for a table of several; A100:8,T4:8 has "
+        "both kinds in one job, so many of each in the order of processes",
     )
-    costs.add_argument("--memory", metavar="SIZE", help="of a GPU, such as 80GB: nine tenths are the --memory-limit")
+    costs.add_argument("--memory", metavar="SIZE", help="memory of a GPU, such as 80GB; --memory-limit is 90 %% of it")
     costs.add_argument(
         "--price",
         action="append",
         type=float,
         metavar="P",
-        help="of a GPU and hour: the cost of tokens is printed; again for each --device",
+        help="price per GPU and hour; prints the cost of tokens; again for each --device",
     )
-    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group by their names")
+    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group")
 
 
 def of_each_device(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -114,7 +116,9 @@ def settle(options: argparse.Namespace) -> None:
         )
         options.copy_bandwidth = device.pcie / 1e9 if options.copy_bandwidth is None else options.copy_bandwidth
     if options.memory is not None:
-        options.memory_limit = int(_PLANNED * (parse_bytes("--memory", options.memory, 1) or 0))
+        size = parse_bytes("--memory", options.memory, 1) or 0
+        check_memory("--memory", size)
+        options.memory_limit = int(_PLANNED * size)
     by_host = options.hosts is not None or options.link is not None or options.within is not None
     between = _link("--link", options.link) if options.link is not None else None
     for name, value in _DEFAULTS.items():

@@ -32,31 +32,53 @@ _LONGEST = 1e6
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("cost", help="what a training costs on which machines", description=__doc__)
+    made = subcommands.add_parser(
+        "cost", help="compare the cost of a training on several kinds of machine", description=__doc__
+    )
     model_option.add(made)
-    made.add_argument("--tokens", type=float, required=True, metavar="N", help="to train on, such as 20e9")
-    made.add_argument("--devices", required=True, metavar="KIND:COUNT,..", help="to compare: a100-80:8,h100:16")
-    made.add_argument("--prices", required=True, metavar="FILE", help="CSV, a machine a line; docs/cost.md")
-    made.add_argument("--deadline", metavar="TIME", help="such as 48h, 90m, 3d; default: none")
-    made.add_argument("--rates", metavar="FILE", help="rates.json of an earlier run: measured in place of predicted")
+    made.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on, such as 20e9")
+    made.add_argument(
+        "--devices", required=True, metavar="KIND:COUNT,..", help="devices to compare, such as a100-80:8,h100:16"
+    )
+    made.add_argument(
+        "--prices", required=True, metavar="FILE", help="CSV file with a machine per line; see docs/cost.md"
+    )
+    made.add_argument("--deadline", metavar="TIME", help="time limit, such as 48h, 90m, 3d; default: none")
+    made.add_argument(
+        "--rates", metavar="FILE", help="rates.json of an earlier run; measured rates replace predictions"
+    )
     plan = made.add_argument_group("what is planned for")
-    plan.add_argument("--global-samples", type=int, default=64, metavar="N", help="of a step, default 64")
-    plan.add_argument("--batch", type=int, default=1, metavar="N", help="samples of a micro-batch, default 1")
-    plan.add_argument("--sample-tokens", type=int, metavar="N", help="default: the model's maximum, 2048 at most")
+    plan.add_argument("--global-samples", type=int, default=64, metavar="N", help="samples per step; default 64")
+    plan.add_argument("--batch", type=int, default=1, metavar="N", help="samples per micro-batch; default 1")
     plan.add_argument(
-        "--efficiency", type=float, default=0.4, help="part of a GPU's peak that layers reach, default 0.4"
+        "--sample-tokens", type=int, metavar="N", help="tokens per sample; default: the model's maximum, at most 2048"
+    )
+    plan.add_argument(
+        "--efficiency", type=float, default=0.4, help="share of a GPU's peak that layers reach; default 0.4"
     )
     spot = made.add_argument_group("spot machines, where the prices have some")
-    spot.add_argument("--spot-up", type=float, default=8.0, metavar="HOURS", help="until one is lost, default 8")
-    spot.add_argument("--spot-down", type=float, default=2.0, metavar="HOURS", help="until there is another, default 2")
     spot.add_argument(
-        "--restart", metavar="TIME", help="lost at each start; default: save and start of --rates, else 6m"
+        "--spot-up", type=float, default=8.0, metavar="HOURS", help="mean time until a spot machine is lost; default 8"
     )
+    spot.add_argument(
+        "--spot-down",
+        type=float,
+        default=2.0,
+        metavar="HOURS",
+        help="mean time until another one is available; default 2",
+    )
+    spot.add_argument("--restart", metavar="TIME", help="time lost at each start; default: from --rates, else 6m")
     out = made.add_argument_group("output")
-    out.add_argument("--format", choices=_FORMATS, default="table", help="default table")
+    out.add_argument("--format", choices=_FORMATS, default="table", help="output format; default table")
     out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
-    out.add_argument("--script", metavar="WORDS", help='for sbatch and skypilot: "train.py --data x"; default train.py')
-    out.add_argument("--output", metavar="FOLDER", help="for these, the training's output_dir; default out")
+    out.add_argument(
+        "--script",
+        metavar="WORDS",
+        help='script for sbatch and skypilot, such as "train.py --data x"; default train.py',
+    )
+    out.add_argument(
+        "--output", metavar="FOLDER", help="output_dir of the training, for sbatch and skypilot; default out"
+    )
     made.set_defaults(run=run)
 
 

@@ -1,11 +1,12 @@
-"""`fold3d doctor`: what was built, what the machine has, whether ranks reach each other and how fast; what to change.
+"""`fold3d doctor`: checks this host; under torchrun all ranks, the links between them and their speeds.
 
-Alone it looks at this host. Started by torchrun, as a training is, it looks at all ranks and what is between them.
+It prints what is installed, what was measured and what to change.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from fold3d.errors import ConfigError
@@ -17,20 +18,23 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser(
         "doctor",
-        help="say what was built and what the machine has, and under torchrun check every pair of ranks",
+        help="check this host; under torchrun check every pair of ranks",
         description=__doc__,
-        epilog="Under torchrun: torchrun ... -m fold3d doctor on each node, with its arguments in the training.",
+        epilog="Several ranks: torchrun ... -m fold3d doctor on each node, with the arguments of the training.",
     )
     made.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="whose memory travels, default auto: GPUs where there are any",
+        help="whose memory is copied and sent; default auto: GPUs where there are any",
     )
-    made.add_argument("--size", type=float, default=16.0, metavar="MB", help="of a message, a copy, a sum, default 16")
     made.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="that a rank is waited for, default 60"
+        "--size", type=float, default=16.0, metavar="MB", help="size of a message, a copy and a collective, default 16"
     )
+    made.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for a rank, default 60"
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     made.set_defaults(run=run)
 
 
@@ -43,6 +47,11 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.doctor.examination import examine
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        if not options.json:
+            print(line, flush=True)
 
-    examine(say, device=options.device, size=round(options.size * 1e6), timeout=options.timeout)
+    def report(found: dict[str, Any]) -> None:
+        if options.json:
+            print(json.dumps(found, indent=2), flush=True)
+
+    examine(say, device=options.device, size=round(options.size * 1e6), timeout=options.timeout, report=report)

@@ -1,4 +1,4 @@
-"""`fold3d draw`: a schedule as text or PNG."""
+"""`fold3d draw`: a schedule as text or a picture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ import shutil
 from typing import Any
 
 from fold3d.cli import schedule_option
+from fold3d.cli.parser import picture
 from fold3d.errors import ConfigError
 
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("draw", help="draw a schedule as text or PNG", description=__doc__)
+    made = subcommands.add_parser("draw", help="draw a schedule as text or a picture", description=__doc__)
     schedule_option.add(made)
     made.add_argument(
-        "--recompute", metavar="CHUNKS", help="with RECOMPUTE: full, or of each chunk, such as full/none; needs --comm"
+        "--recompute",
+        metavar="CHUNKS",
+        help="chunks to recompute: full, or one word per chunk, such as full/none; needs --comm",
     )
-    made.add_argument("--png", metavar="FILE", help="write a picture instead of text")
-    made.add_argument("--comm", action="store_true", help="with SEND, RECV and REDUCE_GRAD: what the ranks run")
+    made.add_argument(
+        *("--picture", "--png"),
+        dest="picture",
+        type=picture,
+        metavar="FILE",
+        help="write a picture instead of text: .png, .svg or .pdf",
+    )
+    made.add_argument("--comm", action="store_true", help="also show SEND, RECV and REDUCE_GRAD, as ranks run them")
     made.set_defaults(run=run)
 
 
@@ -33,9 +42,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--recompute {options.recompute} has no effect without --comm: it is part of what ranks run")
     if options.comm and not made.has_comm:
         made = schedules.lower(made, reduce=True, recompute=schedule_option.recompute_of(options, made))
-    if options.png:
-        draw.png(made, options.png, title=schedule_option.title_of(options))
-        print(options.png)
+    if options.picture:
+        draw.picture(made, options.picture, title=schedule_option.title_of(options))
+        print(options.picture)
         return
     if options.comm:
         print(schedules.grid(made), end="")

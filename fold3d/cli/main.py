@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fold3d import __version__
-from fold3d.cli import cluster, cost, doctor, draw, plan, schedules, simulate, trace, validate
+from fold3d.cli import cluster, cost, doctor, draw, launch, plan, schedules, simulate, trace, validate
 from fold3d.cli.answers import Answer
+from fold3d.cli.parser import Parser
 from fold3d.errors import Fold3dError
 
 _NEW_OBJECTS = 1_000_000
@@ -22,10 +23,10 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     Args:
         words: of the command line, if they are known: what takes long to list is then listed only if it is asked for.
     """
-    made = argparse.ArgumentParser(prog="fold3d", description=__doc__)
+    made = Parser(prog="fold3d", description=__doc__)
     made.add_argument("--version", action="version", version=f"fold3d {__version__}")
     subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace, doctor, cluster, cost):
+    for module in (draw, schedules, validate, simulate, trace, doctor, launch, cluster, cost):
         module.add(subcommands)
     plan.add(subcommands, knobs=words is None or "plan" in words)
     return made

@@ -24,13 +24,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a transformers folder or config.json (weights are not read), or MODULE:FUNCTION, a function without "
         "arguments that returns a module, or a module and an example batch (a dict of tensors)",
     )
-    parser.add_argument("--blocks", default="auto", help="name of the list of blocks, default: found by themselves")
+    parser.add_argument(
+        "--blocks", default="auto", help="name of the module list with the blocks; default: found automatically"
+    )
     parser.add_argument(
         "--partition",
         default=BLOCKS,
-        help="modules between which to cut: blocks (default); graph: any that few tensors leave, for models without a "
-        "list of equal blocks; or the modules' names, A,B,C",
+        help="where to cut: between blocks (default); graph: after modules with few outputs, for models without a list "
+        "of equal blocks; or the names of the modules to cut between, A,B,C",
     )
+
+
+def say(text: str) -> None:
+    """Says on a terminal what takes a while; whoever reads standard error otherwise looks for errors there."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
@@ -113,9 +121,13 @@ def size(number: float) -> str:
     return f"{number:g} B"
 
 
-def count(number: float) -> str:
-    """Returns a large number for people, such as "124 M"."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+def count(number: float, billion: str = "B") -> str:
+    """Returns a large number for people, such as "124 M".
+
+    Args:
+        billion: the unit of 10^9: "B" of parameters, "G" of FLOPs.
+    """
+    for unit, name in ((1e12, "T"), (1e9, billion), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:g}"

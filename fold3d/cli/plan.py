@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals, tp_option
+from fold3d.cli.model_option import say as _say
 from fold3d.cli.tables import breakdown_table, columns, memory_table, rivals_of
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
@@ -43,68 +43,82 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
     made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
     model_option.add(made)
-    made.add_argument("-w", "--world-size", type=int, metavar="N", help="processes, one per device")
-    made.add_argument("-p", "--pp", type=_axis, default=1, help="stages, or auto; default 1; the rest are replicas")
-    made.add_argument("-t", "--tp", type=_axis, default=1, help="that share each weight of a stage, or auto; default 1")
+    made.add_argument("-w", "--world-size", type=int, metavar="N", help="number of processes, one per device")
+    made.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
+    made.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
     made.add_argument(
-        "-m", "--micro-batches", type=int, metavar="M", help="per step and replica, default 8; not with auto"
+        "-m",
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="micro-batches per step and replica; default 8; not with auto",
     )
-    made.add_argument("--global-micro-batches", type=int, metavar="M", help="per step, of all replicas; with auto")
+    made.add_argument(
+        "--global-micro-batches", type=int, metavar="M", help="micro-batches per step of all replicas; with auto"
+    )
     made.add_argument(
         *("--ranks-per-host", "--gpus-per-host"),
         type=int,
         metavar="N",
-        help="within which --tp auto stays, default 8; HSDP is compared where it is given",
+        help="GPUs per host; --tp auto stays within one; default 8. If given, the plan is compared with HSDP",
     )
-    made.add_argument("--batch", type=int, metavar="N", help="samples of a micro-batch, default 1")
+    made.add_argument("--batch", type=int, metavar="N", help="samples per micro-batch; default 1")
     made.add_argument(
         "--global-samples",
         type=int,
         metavar="N",
-        help="of a step, all replicas together, instead of --batch and the number of micro-batches: both are chosen",
+        help="samples per step of all replicas; the planner then chooses --batch and the number of micro-batches",
     )
     made.add_argument(
         "--tokens",
         type=int,
         metavar="N",
-        help=f"of a sample; models with input_ids; default: what a configuration says, at most {_MOST_TOKENS}",
+        help=f"tokens per sample, for models with input_ids; default: the model's maximum, at most {_MOST_TOKENS}",
     )
     made.add_argument(
-        "--dtype", choices=cluster_option.DTYPES, help="of weights and activations; default: the configuration's"
+        "--dtype", choices=cluster_option.DTYPES, help="dtype of weights and activations; default: the configuration's"
     )
     made.add_argument(
         "--no-flush",
         action="store_true",
-        help="steps follow each other without one, with --gradient-delay 1, schedule 1f1b and one segment (2BW)",
+        help="do not drain the pipeline between steps (2BW); needs --gradient-delay 1, schedule 1f1b, one segment",
     )
     made.add_argument(
-        "--delay-correction", choices=DELAY_CORRECTIONS, default="none", help="of --gradient-delay 1; default none"
+        "--delay-correction",
+        choices=DELAY_CORRECTIONS,
+        default="none",
+        help="correction for --gradient-delay 1; default none",
     )
-    made.add_argument("--memory-limit", metavar="SIZE", help="of a process, such as 24GB; default: any")
+    made.add_argument("--memory-limit", metavar="SIZE", help="memory limit per process, such as 24GB; default: none")
     made.add_argument(
         "--strategy",
         metavar="TEXT",
-        help="what an earlier plan printed behind 'strategy: ', or a file with that: what it costs here is predicted",
+        help="text that an earlier plan printed behind 'strategy: ', or a file with it; predicts what it costs here",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     costs = made.add_argument_group("cluster")
     costs.add_argument(
-        "--tflops", type=float, metavar="T", help="that a device sustains, default 50, or 45 %% of --device's peak"
+        "--tflops",
+        type=float,
+        metavar="T",
+        help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak",
     )
-    costs.add_argument("--measure", action="store_true", help="time the layers on this machine instead")
-    costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="per process, each way; default 10")
-    costs.add_argument("--latency", type=float, metavar="US", help="of a message, default 50")
     costs.add_argument(
-        "--copy-bandwidth", type=float, metavar="GB", help="a second to host memory and back, default 25"
+        "--measure", action="store_true", help="time the layers on this machine instead of assuming --tflops"
+    )
+    costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="bandwidth per process, each way; default 10")
+    costs.add_argument("--latency", type=float, metavar="US", help="latency of a message; default 50")
+    costs.add_argument(
+        "--copy-bandwidth", type=float, metavar="GB", help="GB/s between device and host memory, each way; default 25"
     )
     cluster_option.add(costs)
     tp_option.add(costs)
-    made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this one would choose")
+    made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
     made.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
 
-        fixed = made.add_argument_group("what is fixed; the rest is chosen")
+        fixed = made.add_argument_group("settings to fix; the planner chooses the others")
         for knob in KNOBS:
             names = {f"--{knob.name.replace('_', '-')}": None, f"--{knob.name}": None}  # as here, and as in the Trainer
             fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)
@@ -344,12 +358,6 @@ def _planned(options: argparse.Namespace, constraints: Constraints, known: Model
         return _Planned(job=job, proposal=proposal, layers=layers, options=options, tried=tried, tables=[table])
 
 
-def _say(text: str) -> None:
-    """Says on a terminal what takes a while; who reads standard error otherwise looks for errors there."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
-
-
 class _Teller:
     """Prints now and then how far a long search is, and the best so far: lines of standard error."""
 
@@ -450,6 +458,11 @@ def _settle(options: argparse.Namespace) -> None:
     if options.world_size >= 1 << 31:
         raise ConfigError(f"--world-size is {options.world_size}; it must be below {1 << 31}")
     free = options.tp is None or options.pp is None
+    if not free and min(options.tp, options.pp) > 0 and options.world_size % (options.tp * options.pp):
+        raise ConfigError(
+            f"--world-size={options.world_size} is no multiple of --tp * --pp = {options.tp * options.pp}; change one "
+            "of them"
+        )
     counts = {name: getattr(options, name) for name in ("batch", "micro_batches", "global_micro_batches")}
     said = [name for name, value in counts.items() if value is not None]
     if options.global_samples is not None and said:

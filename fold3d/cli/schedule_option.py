@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds SCHEDULE and its sizes to a subcommand's parser."""
-    parser.add_argument("schedule", metavar="SCHEDULE", help="a name out of `fold3d schedules`, or a CSV file")
-    parser.add_argument("-p", "--pp", type=int, help="stages; required with a name")
+    parser.add_argument("schedule", metavar="SCHEDULE", help="a name listed by `fold3d schedules`, or a CSV file")
+    parser.add_argument("-p", "--pp", type=int, help="pipeline stages; required with a name")
     parser.add_argument("-m", "--micro-batches", type=int, help="micro-batches per step; required with a name")
-    parser.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp chunks, default 1")
+    parser.add_argument("-s", "--segments", type=int, help="segments of the model, each cut into pp chunks; default 1")
     parser.add_argument(
         "-n", "--group-size", type=int, help="N: micro-batches per segment (schedule fold); k (schedule kfkb)"
     )
@@ -38,6 +38,11 @@ def schedule_of(options: argparse.Namespace, command: str) -> Schedule:
         if sizes[name] is None:
             example = f"fold3d {command} {options.schedule} -p 4 -m 8"
             raise ConfigError(f"--{name.replace('_', '-')} is missing, as in: {example}")
+    if (options.group_size or 0) > options.micro_batches:
+        raise ConfigError(
+            f"--group-size={options.group_size} is more than --micro-batches={options.micro_batches}, of which a group "
+            "consists; lower it"
+        )
     return schedules.generate(options.schedule, **{k: v for k, v in sizes.items() if v is not None})
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import schedule_option, tp_option
+from fold3d.cli.parser import picture
 from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fold3d.plan.memory.model import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -24,68 +28,102 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
     schedule_option.add(made)
-    work = made.add_argument_group("work of one rank, all its segments together")
-    work.add_argument("--forward", type=float, default=10.0, metavar="MS", help="of a micro-batch, default 10")
-    work.add_argument("--backward", type=float, metavar="MS", help="of a micro-batch, default 2 x --forward")
-    work.add_argument("--layers", type=int, metavar="N", help="default 2 per segment")
-    work.add_argument("--activation", type=float, default=1.0, metavar="MB", help="sent per micro-batch, default 1")
-    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="default 100")
+    work = made.add_argument_group("work of one stage, all its segments together")
+    work.add_argument(
+        "--forward", type=float, default=10.0, metavar="MS", help="forward time of a micro-batch; default 10"
+    )
+    work.add_argument(
+        "--backward", type=float, metavar="MS", help="backward time of a micro-batch; default 2 x --forward"
+    )
+    work.add_argument("--layers", type=int, metavar="N", help="number of layers; default 2 per segment")
+    work.add_argument(
+        "--activation",
+        type=float,
+        default=1.0,
+        metavar="MB",
+        help="activation sent to the next stage per micro-batch; default 1",
+    )
+    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="gradients of a stage; default 100")
     work.add_argument(
         "--saved",
         type=float,
         metavar="MB",
-        help="kept of a micro-batch from forward to backward; shows the memory of a step with AdamW in fp32",
+        help="memory kept per micro-batch from forward to backward; prints the memory of a step (AdamW, fp32)",
     )
     work.add_argument(
-        "--tp", type=int, default=1, help="ranks that share each layer; two sums of --activation per layer, each way"
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
     cluster = made.add_argument_group("cluster")
     tp_option.add(cluster)
-    cluster.add_argument("--tp-overlap", metavar="WAY", help="that hides their sums: sub, none or auto, the default")
-    cluster.add_argument("--dp", type=int, default=2, help="replicas, default 2")
-    cluster.add_argument("--bandwidth", type=float, default=10.0, metavar="GBIT", help="per host and way, default 10")
-    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="of a message, default 50")
-    cluster.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="share a network card, default 1")
-    cluster.add_argument("--chunk", type=float, default=1.0, metavar="MB", help="DP.sync may pause so often, default 1")
     cluster.add_argument(
-        "--copy-bandwidth", type=float, default=25.0, metavar="GB", help="a second to the pool and back, default 25"
+        "--tp-overlap", metavar="WAY", help="how tensor-parallel sums are hidden: sub, none or auto; default auto"
     )
-    cluster.add_argument("--no-preempt", action="store_true", help="PP.sync waits for whole buckets of DP.sync")
+    cluster.add_argument("--dp", type=int, default=2, help="replicas; default 2")
+    cluster.add_argument(
+        "--bandwidth", type=float, default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10"
+    )
+    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="latency of a message; default 50")
+    cluster.add_argument(
+        "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a network card; default 1"
+    )
+    cluster.add_argument(
+        "--chunk", type=float, default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1"
+    )
+    cluster.add_argument(
+        "--copy-bandwidth",
+        type=float,
+        default=25.0,
+        metavar="GB",
+        help="GB/s between device and pool, each way; default 25",
+    )
+    cluster.add_argument(
+        "--no-preempt", action="store_true", help="do not pause DP.sync: PP.sync waits for whole buckets"
+    )
     made.add_argument(
-        "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden, default zero1"
+        "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden; default zero1"
     )
     made.add_argument(
         "--dp-sync-dtype",
         choices=DP_SYNC_DTYPES,
         default="float32",
-        help="how gradients travel, default float32; bfloat16 halves their bytes",
+        help="dtype in which gradients are sent; default float32",
     )
     made.add_argument(
         "--gradient-delay",
         type=int,
         choices=(0, 1),
         default=0,
-        help="1: gradients are taken a step later, and their sums travel under all of it; default 0",
+        help="1: apply gradients one step later, so that DP.sync has a full step; default 0",
     )
     made.add_argument(
         "--no-flush",
         action="store_true",
-        help="the pipeline does not run empty between steps, with 1f1b and --gradient-delay 1 (PipeDream-2BW)",
+        help="do not drain the pipeline between steps (PipeDream-2BW); with 1f1b and --gradient-delay 1",
     )
     made.add_argument(
-        "--bucket", type=float, metavar="MB", help="layers join until they have so many gradients; default: none do"
+        "--bucket", type=float, metavar="MB", help="least gradients per bucket; default: one bucket per layer"
     )
     made.add_argument(
-        "--recompute", metavar="CHUNKS", help="that run their forward again: full, or of each chunk, such as full/none"
+        "--recompute", metavar="CHUNKS", help="chunks to recompute: full, or one word per chunk, such as full/none"
     )
     made.add_argument(
         "--offload",
         default="none",
         metavar="WHAT",
-        help="which stashes leave the device, with --saved: boundaries (of chunks that recompute), activations (all), "
-        "or activations:50%% (of half of the micro-batches)",
+        help="activations to offload, with --saved: boundaries (inputs of recomputed chunks), activations (all), or "
+        "activations:50%% (of half of the micro-batches)",
     )
-    made.add_argument("--png", metavar="FILE", help="draw the step's timeline")
+    made.add_argument(
+        *("--picture", "--png"),
+        dest="picture",
+        type=picture,
+        metavar="FILE",
+        help="draw the step's timeline: .png, .svg or .pdf",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     made.set_defaults(run=run)
 
 
@@ -102,8 +140,8 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.space.tp_times import even_regions, layers_seconds
     from fold3d.recompute import Choice, Recompute
 
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib")
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--picture needs matplotlib, which is not installed: pip install matplotlib")
     _check_sizes(options)
     schedule = schedule_option.schedule_of(options, "simulate")
     schedules.validate(schedule)
@@ -171,18 +209,30 @@ def run(options: argparse.Namespace) -> None:
         cluster,
         dp_sync=options.dp_sync,
         bucket_bytes=None if options.bucket is None else round(options.bucket * 1e6),
-        timeline=bool(options.png),
+        timeline=bool(options.picture),
     )
-    print(_report(schedule, prediction))
+    curves: Sequence[StageMemory] = ()
     if options.saved is not None:
         curves = even_curves(kept, work, cluster, saved, dp_sync=options.dp_sync, versions=1 + options.no_flush)
-        print(memory_table(curves))
-    if options.png:
+    _show(options, schedule, prediction, curves)
+
+
+def _show(
+    options: argparse.Namespace, schedule: Schedule, prediction: Prediction, curves: Sequence[StageMemory]
+) -> None:
+    if options.json:
+        print(json.dumps(_to_dict(schedule, prediction, curves), indent=2))
+    else:
+        print(_report(schedule, prediction))
+        if curves:
+            print(memory_table(curves))
+    if options.picture:
         from fold3d.observe.timeline_picture import write_picture
 
         title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
-        write_picture(options.png, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
-        print(options.png)
+        write_picture(options.picture, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
+        if not options.json:
+            print(options.picture)
 
 
 def _without_flush(options: argparse.Namespace, schedule: Schedule, *, others: bool) -> Schedule:
@@ -210,6 +260,21 @@ def _positive(options: argparse.Namespace, name: str) -> float:
     return value
 
 
+def _to_dict(schedule: Schedule, prediction: Prediction, curves: Sequence[StageMemory]) -> dict[str, Any]:
+    """Returns what --json prints: times in milliseconds, memory in bytes."""
+    made = asdict(replace(prediction, records=()))
+    del made["records"]
+    ranks = made.pop("ranks")
+    sizes = {"pp": schedule.pp, "segments": schedule.segments, "micro_batches": schedule.micro_batches}
+    memory = [curve.peak.device for curve in curves] if curves else None
+    return {**sizes, **made, f"{_who(schedule, prediction)}s": ranks, "peak_bytes": memory}
+
+
+def _who(schedule: Schedule, prediction: Prediction) -> str:
+    """Returns what a row of the breakdown is of: where hosts hold parts of several replicas, a rank."""
+    return "stage" if len(prediction.ranks) == schedule.pp else "rank"
+
+
 def _report(schedule: Schedule, prediction: Prediction) -> str:
     over = 100 * (prediction.step_ms / prediction.limit_ms - 1)
     lines = [
@@ -225,4 +290,4 @@ def _report(schedule: Schedule, prediction: Prediction) -> str:
     )
     if not prediction.steady:
         lines.append("the steps did not settle: this is the last of them")
-    return "\n".join([*lines, breakdown_table("rank", prediction)])
+    return "\n".join([*lines, breakdown_table(_who(schedule, prediction), prediction)])

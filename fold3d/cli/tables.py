@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fold3d.plan.costs import Profile
     from fold3d.plan.memory.model import StageMemory
     from fold3d.plan.simulator import Prediction
+    from fold3d.splitting.overrides import Row
     from fold3d.trace import Trace
 
 
@@ -77,14 +78,13 @@ def sparkline(points: Sequence[tuple[int, int]], end: int, most: int) -> str:
 
 def sharding_table(
     model: nn.Module, traced: Trace, example: Mapping[str, Any] | None, tp: int, overrides: Mapping[str, str] | None
-) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]], list[str]]:
-    """Returns header, rows and what stands below them. Raises: ConfigError or TraceError."""
+) -> tuple[list[Row], list[str]]:
+    """Returns the rows and what stands below them. Raises: ConfigError or TraceError."""
     from fold3d.splitting import plan_sharding
     from fold3d.splitting.overrides import table
 
     plan = plan_sharding(model, traced, example or {}, tp, overrides, sequence_parallel=True)
     found = table(model, plan)
-    rows = [(row.name, row.split, size(row.whole), size(row.rank), row.reason) for row in found]
     below = [f"on a rank: {size(sum(row.rank for row in found))} of {size(sum(row.whole for row in found))}"]
     numbers = sorted(
         {
@@ -97,7 +97,7 @@ def sharding_table(
         below.append(f"numbers on a rank: {', '.join(numbers)}")
     below.append(f"sequence_parallel: {plan.sequence_reason or 'possible'}")
     below += [f"note: {note}" for note in plan.notes]
-    return ("module", "split", "whole", "a rank", ""), rows, below
+    return found, below
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

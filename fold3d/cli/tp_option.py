@@ -21,9 +21,14 @@ class TpLink(TypedDict):
 def add(group: Any) -> None:
     """Adds them to a group of options that has --tp and --tp-overlap elsewhere."""
     group.add_argument(
-        "--tp-bandwidth", type=float, metavar="GBIT", help="per process among those that share weights, default 100"
+        "--tp-bandwidth",
+        type=float,
+        metavar="GBIT",
+        help="bandwidth per process within a tensor-parallel group; default 100",
     )
-    group.add_argument("--tp-latency", type=float, metavar="US", help="of a message among those, default 10")
+    group.add_argument(
+        "--tp-latency", type=float, metavar="US", help="latency of a message within a tensor-parallel group; default 10"
+    )
 
 
 def link_of(options: argparse.Namespace, *, has_tp: bool) -> TpLink:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
@@ -22,14 +25,15 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
     model_option.add(made)
-    made.add_argument("-p", "--pp", type=int, help="stages: also show the chunks")
-    made.add_argument("-s", "--segments", type=int, help="parts of the model, each cut into pp: also show them")
+    made.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
+    made.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
     made.add_argument(
-        "-t", "--tp", type=int, help="processes that share each layer: show how each of its weights is divided, and why"
+        "-t", "--tp", type=int, help="tensor-parallel ranks; also prints how each weight is divided, and why"
     )
     made.add_argument(
-        "--tp-plan", metavar="JSON", help='modules of which you know better, as {"mlp.gate": "replicate"}; with --tp'
+        "--tp-plan", metavar="JSON", help='overrides for modules, such as {"mlp.gate": "replicate"}; with --tp'
     )
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     made.set_defaults(run=run)
 
 
@@ -41,19 +45,42 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must be at least 1, got {value}")
     from fold3d.trace import trace
 
+    if options.tp_plan is not None and options.tp is None:
+        raise ConfigError("--tp-plan has no effect without --tp")
+    model_option.say(f"reading {options.model}")
     model, example = model_option.load(options)
-    chunks = (options.pp or 1) * (options.segments or 1)
-    traced = trace(model, blocks=options.blocks, partition=options.partition, example=example, chunks=chunks)
+    pp, segments = options.pp or 1, options.segments or 1
+    traced = trace(model, blocks=options.blocks, partition=options.partition, example=example, chunks=pp * segments)
+    chunks = _chunks(model, traced, pp, segments) if options.pp or options.segments else None
+    sharding = None
+    if options.tp is not None:
+        sharding = sharding_table(model, traced, example, options.tp, parse_tp_plan("--tp-plan", options.tp_plan))
+    if options.json:
+        made = {
+            "model": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "blocks": _blocks(traced),
+            "tied": traced.tied,
+            "chunks": chunks,
+            "sharding": None if sharding is None else [asdict(row) for row in sharding[0]],
+        }
+        print(json.dumps(made, indent=2))
+        return
     print(model_option.describe(model))
     if example is not None:
         print(f"FLOPs of one forward on {model_option.shapes_of(example)}")
     _print_blocks(traced)
-    if options.tp_plan is not None and options.tp is None:
-        raise ConfigError("--tp-plan has no effect without --tp")
-    if options.tp is not None:
-        _print_sharding(model, traced, example, options.tp, parse_tp_plan("--tp-plan", options.tp_plan))
-    if options.pp is not None or options.segments is not None:
-        _print_chunks(model, traced, options.pp or 1, options.segments or 1)
+    if sharding is not None:
+        rows, below = sharding
+        print()
+        _print_rows(
+            ("module", "split", "whole", "a rank", ""),
+            [(row.name, row.split, size(row.whole), size(row.rank), row.reason) for row in rows],
+        )
+        for line in below:
+            print(line)
+    if chunks is not None:
+        _print_chunks(chunks)
 
 
 def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -62,19 +89,53 @@ def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Non
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _blocks(traced: Trace) -> list[dict[str, Any]]:
+    """Returns a row for what runs before the blocks, for each block, and for what runs behind them."""
+
+    def row(
+        place: int | str, cost: BlockCost, name: str, received: int | None = None, note: str = ""
+    ) -> dict[str, Any]:
+        numbers = {"parameters": cost.parameters, "flops": cost.flops, "received_bytes": received}
+        return {"block": place, "name": name} | numbers | {"note": note}
+
+    received = [sum(one.bytes for one in border) if border else None for border in traced.crossings]
+    notes = [f"no cut before it: {reason}" if reason else "" for reason in traced.borders]
+    rows = [row("before", traced.prologue_cost, ", ".join(traced.prologue) or "-")]
+    rows += [row(k, cost, cost.name, received[k], notes[k]) for k, cost in enumerate(traced.costs)]
+    return [*rows, row("after", traced.epilogue_cost, ", ".join(traced.epilogue) or "-")]
+
+
+def _collapsed(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns the rows as text; those of blocks that follow each other and differ by their number alone are one."""
+    made: list[tuple[str, ...]] = []
+    for key, alike in itertools.groupby(rows, lambda one: (isinstance(one["block"], int), _kind(one))):
+        same = list(alike)
+        first, last = same[0], same[-1]
+        place, name = str(first["block"]), first["name"]
+        if len(same) > 1:
+            place, name = f"{place}..{last['block']}", f"{key[1][0]}{_number(first)}..{_number(last)}"
+        received = "" if first["received_bytes"] is None else size(first["received_bytes"])
+        made.append(
+            (place, name, count(first["parameters"]), count(first["flops"], billion="G"), received, first["note"])
+        )
+    return made
+
+
+def _number(row: dict[str, Any]) -> str:
+    return str(row["name"]).rpartition(".")[2]
+
+
+def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what rows share that are printed as one: the name without its number, and the rest."""
+    stem = row["name"].removesuffix(_number(row)) if _number(row).isdecimal() else row["name"]
+    return stem, row["parameters"], row["flops"], row["received_bytes"], row["note"]
+
+
 def _print_blocks(traced: Trace) -> None:
     from fold3d.trace.model_trace import stack_of
 
-    def row(place: str, cost: BlockCost, name: str, crossing: str = "", note: str = "") -> tuple[str, ...]:
-        return place, name, count(cost.parameters), count(cost.flops), crossing, note
-
-    crossing = [size(sum(one.bytes for one in border)) if border else "" for border in traced.crossings]
-    notes = [f"no cut before it: {reason}" if reason else "" for reason in traced.borders]
-    rows = [row("before", traced.prologue_cost, ", ".join(traced.prologue) or "-")]
-    rows += [row(str(k), cost, cost.name, crossing[k], notes[k]) for k, cost in enumerate(traced.costs)]
-    rows.append(row("after", traced.epilogue_cost, ", ".join(traced.epilogue) or "-"))
     print()
-    _print_rows(("block", "name", "parameters", "FLOPs", "received", ""), rows)
+    _print_rows(("block", "name", "parameters", "FLOPs", "received", ""), _collapsed(_blocks(traced)))
     if len(traced.stacks) > 1:
         named = (f"{stack_of(traced.blocks[lo]) or 'the model itself'} ({lo}..{hi - 1})" for lo, hi in traced.stacks)
         print(f"stacks: {', '.join(named)}")
@@ -84,24 +145,13 @@ def _print_blocks(traced: Trace) -> None:
         print(f"in every chunk: {', '.join(traced.shared)}")
 
 
-def _print_sharding(
-    model: nn.Module, traced: Trace, example: Mapping[str, Any] | None, tp: int, overrides: Mapping[str, str] | None
-) -> None:
-    header, rows, below = sharding_table(model, traced, example, tp, overrides)
-    print()
-    _print_rows(header, rows)
-    for line in below:
-        print(line)
-
-
-def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> None:
+def _chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> list[dict[str, Any]]:
     from fold3d.placement.layers import chunk_parameters
     from fold3d.placement.partition import split_ranges
     from fold3d.topology import segment_of, stage_of
 
     ranges = split_ranges(traced, pp * segments)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    total = traced.prologue_cost.flops + traced.epilogue_cost.flops + sum(cost.flops for cost in traced.costs)
     rows = []
     for chunk, (lo, hi) in enumerate(ranges):
         needed = chunk_parameters(list(parameters), traced, ranges, chunk)
@@ -109,15 +159,23 @@ def _print_chunks(model: nn.Module, traced: Trace, pp: int, segments: int) -> No
         flops = sum(cost.flops for cost in traced.costs[lo:hi])
         flops += traced.prologue_cost.flops if chunk == 0 else 0
         flops += traced.epilogue_cost.flops if chunk == len(ranges) - 1 else 0
+        place = {"chunk": chunk, "segment": segment_of(chunk, pp), "stage": stage_of(chunk, pp)}
         rows.append(
-            (
-                str(chunk),
-                str(segment_of(chunk, pp)),
-                str(stage_of(chunk, pp)),
-                f"{lo}..{hi - 1}",
-                count(sum(p.numel() for p in held.values())),
-                f"{100 * flops / max(1, total):.1f} %",
-            )
+            place | {"blocks": [lo, hi - 1], "parameters": sum(p.numel() for p in held.values()), "flops": flops}
         )
+    return rows
+
+
+def _print_chunks(rows: Sequence[dict[str, Any]]) -> None:
+    total = max(1, sum(row["flops"] for row in rows))
+    texts = [
+        (
+            *(str(row[name]) for name in ("chunk", "segment", "stage")),
+            "..".join(map(str, row["blocks"])),
+            count(row["parameters"]),
+            f"{100 * row['flops'] / total:.1f} %",
+        )
+        for row in rows
+    ]
     print()
-    _print_rows(("chunk", "segment", "stage", "blocks", "parameters", "FLOPs"), rows)
+    _print_rows(("chunk", "segment", "stage", "blocks", "parameters", "FLOPs"), texts)

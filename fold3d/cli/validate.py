@@ -10,7 +10,7 @@ def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("validate", help="check a schedule in a CSV file", description=__doc__)
     made.add_argument(
-        "file", metavar="FILE.csv", help="one line per rank, cells like 2F0; with or without SEND and RECV"
+        "file", metavar="FILE.csv", help="the schedule: a line per rank, cells such as 2F0; SEND and RECV are optional"
     )
     made.set_defaults(run=run)
 

@@ -145,7 +145,14 @@ def _number(name: str, default: int) -> int:
 _SLOW_PAIRS = 3
 
 
-def examine(say: Callable[[str], None], *, device: str, size: int, timeout: float) -> int:
+def examine(
+    say: Callable[[str], None],
+    *,
+    device: str,
+    size: int,
+    timeout: float,
+    report: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> int:
     """Looks at this host, or under torchrun at all ranks and what is between them; all ranks call.
 
     Args:
@@ -153,6 +160,8 @@ def examine(say: Callable[[str], None], *, device: str, size: int, timeout: floa
         device: "auto", "cpu" or "cuda".
         size: bytes of a message, a copy and a collective.
         timeout: seconds that a rank, or an exchange, is waited for.
+        report: given everything at the end, as values for JSON, on rank 0: the facts of each rank ("ranks"; sizes in
+            bytes), "speeds" (GB/s) and what "to_change".
     Returns: how many things should be changed, the same on every rank.
     Raises: ConfigError; RankError, naming ranks that did not answer or do not reach each other.
     """
@@ -186,6 +195,8 @@ def examine(say: Callable[[str], None], *, device: str, size: int, timeout: floa
         _list(out, "also to change:" if todo else "to change:", slow)
     else:
         out("nothing else to change" if todo else "nothing to change")
+    if meeting.rank == 0:
+        report({"ranks": [asdict(one) for one in ranks], "speeds": list(map(asdict, speeds)), "to_change": todo + slow})
     meeting.leave()
     return len(todo) + len(slow)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -137,6 +138,8 @@ class Engine(state.WholeState):
             raise ConfigError(f"flush=False is not available on {self.device.type}; set flush=True")
         self.optimizer: Optimizer | None = None
         self.step_index = 0
+        self.setup_seconds = 0.0
+        """For how long the model was recorded, measured, planned for and cut so far."""
         self.planned_memory: int | None = None
         """Bytes that the planner expects the fullest rank to need; None where it was not asked."""
         self.on_build: list[Callable[[], None]] = []
@@ -173,6 +176,7 @@ class Engine(state.WholeState):
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
         """Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_turn()
+        begin = time.perf_counter()
         with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
@@ -190,6 +194,7 @@ class Engine(state.WholeState):
                 raise
         for settle in self.on_build:
             settle()
+        self.setup_seconds += time.perf_counter() - begin
         return cut.begun
 
     def _connect(self, cut: CutModel) -> BuiltRank:

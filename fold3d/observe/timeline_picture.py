@@ -65,8 +65,9 @@ def write_picture(
     predicted_ms: float | None = None,
     simulated: Sequence[RankBreakdown] | None = None,
 ) -> None:
-    """Draws the step as a PNG: per rank a row of forwards and backwards with the waits between them (red: for DP.sync,
-    dark red: for TP.sync, grey: for another stage), below it a thin row for each kind of communication it has.
+    """Draws the step to a file, PNG, SVG or PDF by its suffix: per rank a row of forwards and backwards with the waits
+    between them (red: for DP.sync, dark red: for TP.sync, grey: for another stage), below it a thin row for each kind
+    of communication it has.
 
     Its title is `title` and the breakdown of the step, with what the simulator predicted. Called by one rank;
     ConfigError without matplotlib.
@@ -109,7 +110,7 @@ def write_picture(
     about = summary(records, predicted_ms) if simulated is None else shares(simulated, predicted_ms)
     axes.set_title("\n".join(line for line in (title, about) if line), fontsize=10, loc="left")
     _legend(axes, events, pp)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format=Path(path).suffix[1:]))
 
 
 def _places(

@@ -60,8 +60,23 @@ class Proposal:
         return words if self.cut_by_flops else f"{words} (the model is then cut by FLOPs, here by measured times)"
 
     @property
+    def brief(self) -> str:
+        """Three lines for people, and the remarks: the settings, where a step's time goes, how to pin them."""
+        lines = [f"the planner chose {self.strategy.name}: {self.step_ms:.1f} ms predicted for a step", *self._ending]
+        return "\n".join(lines)
+
+    @property
     def table(self) -> str:
-        """A small table for people: the settings, where a step's time goes, what else was tried, how to pin them."""
+        """The same, with what else was tried."""
+        rows = [(f"{self.strategy.name} (chosen)", self.step_ms, "")]
+        rows += [(other, ms, f"  {100 * (ms / self.step_ms - 1):+.1f} %") for other, ms in self.runners_up]
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"the planner chose {self.strategy.name}", f"  {'settings':<{width}}  predicted step"]
+        lines += [f"  {name:<{width}}  {ms:9.1f} ms{more}" for name, ms, more in rows]
+        return "\n".join([*lines, *self._ending])
+
+    @property
+    def _ending(self) -> list[str]:
         slowest = max(self.prediction.ranks, key=lambda rank: rank.compute_ms + rank.exposed_tp_ms)
         parts = (
             ("compute", slowest.compute_ms),
@@ -72,12 +87,7 @@ class Proposal:
             ("exposed offload", slowest.exposed_offload_ms),
         )
         why = " + ".join(f"{name} {ms:.1f}" for name, ms in parts if ms > 0 or name == "compute")
-        rows = [(f"{self.strategy.name} (chosen)", self.step_ms, "")]
-        rows += [(other, ms, f"  {100 * (ms / self.step_ms - 1):+.1f} %") for other, ms in self.runners_up]
-        width = max(len(name) for name, _, _ in rows)
-        lines = [f"the planner chose {self.strategy.name}", f"  {'settings':<{width}}  predicted step"]
-        lines += [f"  {name:<{width}}  {ms:9.1f} ms{more}" for name, ms, more in rows]
         hidden = f"; {slowest.hidden_dp_ms:.1f} ms of DP.sync are hidden" if slowest.hidden_dp_ms > 0 else ""
-        least = f"no way of hiding needs less than {self.prediction.limit_ms:.1f} ms"
-        lines.append(f"  a step: {why} ms{hidden}; {least}")
-        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks), f"  pin it with {self.flags}"])
+        least = f"lower bound {self.prediction.limit_ms:.1f} ms"
+        where = f"  a step: {why} ms{hidden}; {least}"
+        return [where, *(f"  {remark}" for remark in self.remarks), f"  pin it with {self.flags}"]

@@ -1,4 +1,4 @@
-"""Pictures of a schedule on its time axis: as text for a terminal, as PNG with matplotlib."""
+"""Pictures of a schedule on its time axis: as text for a terminal, as PNG, SVG or PDF with matplotlib."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ def summary(schedule: Schedule) -> str:
 
 
 def text(schedule: Schedule, width: int = 120) -> str:
-    """Returns the schedule as text: one line per rank, one column per unit of time, folded at `width` characters.
+    """Returns the schedule as text: one line per stage, one column per unit of time, folded at `width` characters.
 
     An action stands where it starts and `=` where it goes on; `.` is idle time.
     """
     drawn = timeline(schedule)
     rows = [_columns(spans, round(drawn.makespan)) for spans in drawn.ranks]
     cell = 1 + max(len(column) for row in rows for column in row)
-    label = len(f"rank {schedule.pp - 1} ")
-    per_line = max(1, (width - label) // cell)
+    label = len(f"stage {schedule.pp - 1} ")
+    length = round(drawn.makespan)
+    blocks = -(-length // max(1, (width - label) // cell))
+    per_line = -(-length // blocks)  # blocks of equal width, not a last one of a single column
     lines: list[str] = []
-    for begin in range(0, round(drawn.makespan), per_line):
+    for begin in range(0, length, per_line):
         if lines:
             lines.append("")
-        times = range(begin, min(begin + per_line, round(drawn.makespan)))
+        times = range(begin, min(begin + per_line, length))
         lines.append("time".ljust(label) + "".join(f"{t:<{cell}}" if t % 5 == 0 else " " * cell for t in times))
         for rank, row in enumerate(rows):
             cells = "".join(f"{row[t]:<{cell}}" if row[t] != "=" else "=" * (cell - 1) + " " for t in times)
-            lines.append(f"rank {rank}".ljust(label) + cells)
+            lines.append(f"stage {rank}".ljust(label) + cells)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -63,8 +65,9 @@ def _columns(spans: list[Span], length: int) -> list[str]:
     return columns
 
 
-def png(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> None:
-    """Draws the schedule to a PNG file: a row per rank, a hue per segment, light forwards and dark backwards.
+def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> None:
+    """Draws the schedule to a file, PNG, SVG or PDF by its suffix: a row per stage, a hue per segment, light forwards
+    and dark backwards.
 
     Boxes carry their micro-batch. Of a lowered schedule the transfers are drawn as lines from sender to receiver and
     REDUCE_GRAD (DP.sync may start) as a diamond.
@@ -75,7 +78,9 @@ def png(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> No
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing a PNG needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError(
+            "drawing a picture needs matplotlib, which is not installed: pip install matplotlib"
+        ) from None
     drawn = timeline(schedule)
     # A figure with its own canvas: pyplot would keep it alive and could pick a display.
     size = (min(24.0, max(7.0, 3.0 + 0.2 * drawn.makespan)), 1.5 + 0.42 * schedule.pp)
@@ -89,7 +94,7 @@ def png(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> No
     _reductions(axes, schedule, drawn)
     axes.set_xlim(0, drawn.makespan)
     axes.set_ylim(schedule.pp - 0.5, -0.5)
-    axes.set_yticks(range(schedule.pp), [f"rank {rank}" for rank in range(schedule.pp)])
+    axes.set_yticks(range(schedule.pp), [f"stage {stage}" for stage in range(schedule.pp)])
     axes.set_xlabel("time (one chunk's forward = 1)")
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
@@ -97,7 +102,7 @@ def png(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> No
     axes.set_title("\n".join(line for line in (title, summary(schedule)) if line), fontsize=9, loc="left")
     _legend(axes, schedule)
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from None
 

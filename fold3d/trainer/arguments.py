@@ -45,6 +45,9 @@ else:  # HfArgumentParser reads the types, and would read `int | str` as int
 
 logger = logging.getLogger(__name__)
 
+RANDOM = "random"
+"""`weights` that are drawn."""
+
 # How launchers tell a process the size of its job; the same names, in the same order, that accelerate looks at.
 _WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -111,8 +114,9 @@ class TrainingArguments(transformers.TrainingArguments):
     weights: str | None = field(
         default=None,
         metadata={
-            "help": "Folder with safetensors for a model built on the meta device. Default: weights drawn from seed "
-            "and parameter name."
+            "help": "For a model built on the meta device: the folder with its safetensors, or random, which draws "
+            "values from seed and parameter name. Default: those that empty_weights has noted, or of the checkpoint "
+            "that is resumed."
         },
     )
 
@@ -120,23 +124,23 @@ class TrainingArguments(transformers.TrainingArguments):
         default=False,
         metadata={
             "help": "Whether a checkpoint is copied to host memory at the end of its step and written while training "
-            "goes on. Default: training waits until it is written."
+            "continues. Default: training waits until it is written."
         },
     )
     resume: str | None = field(
         default=None,
         metadata={
-            "help": "'auto' goes on from the newest whole checkpoint in output_dir, if there is one, when train() is "
-            "given none; gradient_accumulation_steps then follows from the number of processes, so that the global "
-            "batch stays that of the checkpoint. Default: train() begins anew unless it is given one."
+            "help": "'auto' resumes from the newest complete checkpoint in output_dir, if there is one and train() is "
+            "given none. gradient_accumulation_steps then follows from the number of processes, so that the global "
+            "batch stays that of the checkpoint. Default: train() starts anew unless it is given a checkpoint."
         },
     )
     preemption_grace: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds from the signal until the processes are killed, with enable_jit_checkpoint: a checkpoint "
-            "that would not be complete by then, as long as the last one took, is not begun, and the last one counts. "
-            "Default: what torchrun and Slurm say."
+            "help": "Seconds from the signal until the processes are killed, with enable_jit_checkpoint. A checkpoint "
+            "that would not be complete by then, judging by the last one, is not started. Default: the limits of "
+            "torchrun and Slurm."
         },
     )
     exit_when_preempted: bool = field(

@@ -5,86 +5,58 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers.integrations import integration_utils
 from transformers.trainer_callback import CallbackHandler
 
-_PARTS = {
-    "compute_ms": "compute",
-    "tp_exposed_ms": "TP.sync",
+_WIDTH = 100
+_WAITS = {
+    "tp_exposed_ms": "TP",
     "bubble_ms": "bubble",
-    "pp_exposed_ms": "PP.sync",
-    "dp_exposed_ms": "DP.sync",
+    "pp_exposed_ms": "PP",
+    "dp_exposed_ms": "DP",
     "offload_exposed_ms": "offload",
     "other_ms": "other",
 }
-"""Keys of the breakdown that add up to step_ms, and what the line calls them."""
-_SAID = {
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "epoch",
-    "tokens_per_second",
-    "step_ms",
-    "peak_memory_gb",
-    "mfu",
-    "skipped_steps",
-    *_PARTS,
+"""Parts of step_ms beside computing, and what the line calls them."""
+_STOCK = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr"}
+_SPEED: Mapping[str, Callable[[Any], str]] = {
+    "tokens_per_second": lambda value: f"{_thousands(value)} tok/s",
+    "step_ms": lambda value: f"{value:.0f} ms",
+    "peak_memory_gb": lambda value: f"{value:.1f} GB",
+    "mfu": lambda value: f"MFU {100 * value:.0f}%",
+    "skipped_steps": lambda value: f"{value} skipped" if value else "",
 }
-_LEFT_OUT = {"tp_hidden_ms", "pp_hidden_ms", "dp_hidden_ms", "preemptions", "pp_delayed_ms", "dp_held_ms"}
-_LEFT_OUT |= {"offload_hidden_ms", "offload_gb", "peak_memory_mb", "peak_memory_rank", "loss_scale"}
 
 
-def step_line(logs: Mapping[str, Any], state: TrainerState) -> str:
-    """Returns one line for a training step's log; its percentages add up to the step.
+def step_line(logs: Mapping[str, Any], state: TrainerState, measured: Collection[str] = ()) -> str:
+    """Returns one line of at most _WIDTH characters for a training step's log: the step, the loss, the speed, what the
+    user's own code logs, and the shares of the step that it waited, the longest first. What finds no room is in the
+    log.
 
-    Keys that neither fold3d nor the stock Trainer writes stand at its end as they are.
+    Args:
+        measured: keys that are fold3d's.
     """
-    words = [f"step {state.global_step}/{state.max_steps}" if state.max_steps > 0 else f"step {state.global_step}"]
-    for key, name in (("loss", "loss"), ("grad_norm", "grad"), ("learning_rate", "lr")):
-        if key in logs:
-            words.append(f"{name} {_short(logs[key])}")
-    if "tokens_per_second" in logs:
-        words.append(f"{logs['tokens_per_second']:.0f} tok/s")
-    words.append(f"{logs['step_ms']:.0f} ms")
-    if "peak_memory_gb" in logs:
-        words.append(f"{logs['peak_memory_gb']:.1f} GB")
-    if "mfu" in logs:
-        words.append(f"MFU {100 * logs['mfu']:.0f} %")
-    if logs.get("skipped_steps"):
-        words.append(f"{logs['skipped_steps']} steps skipped")
-    parts = {name: logs[key] for key, name in _PARTS.items() if key in logs}
-    for name, percent in _percentages(parts).items():
-        words.append(f"{name} {percent} %{_hiding(logs, name)}")
-    for key, value in logs.items():
-        if key not in _SAID | _LEFT_OUT and not key.startswith("predicted_"):
-            words.append(f"{key} {_short(value)}")
-    return "  ".join(words)
+    step = f"step {state.global_step}/{state.max_steps}" if state.max_steps > 0 else f"step {state.global_step}"
+    line = step + (f" epoch {logs['epoch']:.2f}" if "epoch" in logs else "")
+    numbers = [f"{name} {_short(logs[key])}" for key, name in _STOCK.items() if key in logs]
+    speeds = [word for key, say in _SPEED.items() if key in logs and (word := say(logs[key]))]
+    own = [f"{key} {_short(value)}" for key, value in logs.items() if key not in {"epoch", *_STOCK, *measured}]
+    shares = {name: logs[key] / max(logs["step_ms"], 1e-9) for key, name in _WAITS.items() if key in logs}
+    waits = sorted(shares.items(), key=lambda one: (one[0] == "other", -one[1]))
+    for words in (numbers, speeds, own, [f"{name} {100 * share:.0f}%" for name, share in waits if share >= 0.01]):
+        gap = "  "
+        for word in words:
+            if len(line) + len(gap) + len(word) <= _WIDTH:
+                line, gap = f"{line}{gap}{word}", " "
+    return line
 
 
-def _hiding(logs: Mapping[str, Any], part: str) -> str:
-    if part not in ("TP.sync", "DP.sync"):
-        return ""
-    axis = part[:2].lower()
-    exposed, hidden = logs[f"{axis}_exposed_ms"], logs.get(f"{axis}_hidden_ms", 0.0)
-    if exposed + hidden <= 0:
-        return ""
-    return f" ({100 * hidden / (exposed + hidden):.0f} % hidden, {exposed:.0f} ms exposed)"
-
-
-def _percentages(parts: Mapping[str, float]) -> dict[str, int]:
-    """Returns whole percentages that add up to 100: those cut off most are rounded up."""
-    whole = sum(parts.values())
-    if whole <= 0:
-        return {}
-    exact = {name: 100 * value / whole for name, value in parts.items()}
-    rounded = {name: int(value) for name, value in exact.items()}
-    missing = 100 - sum(rounded.values())
-    for name in sorted(exact, key=lambda name: rounded[name] - exact[name])[:missing]:
-        rounded[name] += 1
-    return rounded
+def _thousands(value: float) -> str:
+    return f"{value:.0f}" if value < 1e5 else f"{value / 1e3:.0f}k"
 
 
 def _short(value: Any) -> str:
@@ -92,8 +64,9 @@ def _short(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def printing_lines(handler: CallbackHandler) -> Iterator[None]:
-    """In its body the stock callbacks that print logs print `step_line`; a callback of the user's is left alone.
+def printing_lines(handler: CallbackHandler, measured: Collection[str]) -> Iterator[None]:
+    """In its body the stock callbacks that print logs print `step_line`, and those that report to W&B, TensorBoard and
+    others put the keys in `measured` into groups; a callback of the user's is left alone.
 
     They stay the objects and the classes that the stock Trainer has, which others look for.
     """
@@ -101,20 +74,42 @@ def printing_lines(handler: CallbackHandler) -> Iterator[None]:
     for callback in handler.callbacks:
         for kind, write in ((ProgressCallback, _above_bar), (PrinterCallback, _on_stdout)):
             if type(callback).on_log is kind.on_log and "on_log" not in vars(callback):
-                vars(callback)["on_log"] = functools.partial(write, callback)
+                vars(callback)["on_log"] = functools.partial(write, callback, measured)
                 changed.append(callback)
+    stock = integration_utils.rewrite_logs
+
+    def rewrite(logs: Mapping[str, Any]) -> dict[str, Any]:
+        rest: dict[str, Any] = stock({key: value for key, value in logs.items() if key not in measured})
+        return rest | {f"{group_of(key)}/{key}": value for key, value in logs.items() if key in measured}
+
+    reporting: Any = integration_utils
+    reporting.rewrite_logs = rewrite
     try:
         yield
     finally:
+        reporting.rewrite_logs = stock
         for callback in changed:
             del vars(callback)["on_log"]
 
 
-def _above_bar(callback: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any) -> None:
+def group_of(key: str) -> str:
+    """Returns the group in which reporters show a key of fold3d's: memory, comm, perf or train."""
+    if "memory" in key or key.startswith("offload"):
+        return "memory"
+    if key.removeprefix("predicted_").startswith(("tp_", "pp_", "dp_")) or key == "preemptions":
+        return "comm"
+    return "train" if key in ("loss_scale", "skipped_steps") else "perf"
+
+
+def _above_bar(
+    callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any
+) -> None:
     if state.is_world_process_zero and callback.training_bar is not None:
-        callback.training_bar.write(step_line(logs, state))
+        callback.training_bar.write(step_line(logs, state, measured))
 
 
-def _on_stdout(_callback: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any) -> None:
+def _on_stdout(
+    _callback: Any, measured: Any, _args: Any, state: TrainerState, _control: Any, logs: Any = None, **_: Any
+) -> None:
     if state.is_local_process_zero:
-        sys.stdout.write(f"{step_line(logs, state)}\n")
+        sys.stdout.write(f"{step_line(logs, state, measured)}\n")

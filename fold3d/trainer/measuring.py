@@ -78,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 _SAID = 16
 """Ranks that are named."""
+_TOLD_SECONDS = 1.0
+"""A set-up that took less is not worth a line."""
 
 
 def own_peaks(engine: Engine) -> tuple[float, ...]:
@@ -137,24 +139,32 @@ class Throughput:
         """Tokens so far."""
         self._seconds = 0.0
         self._started: float | None = None
+        self._set_up = 0.0
         self.step_ms = 0.0
         """Milliseconds of the last step, from loading its batches to its end."""
 
-    def start(self) -> None:
-        """A step begins: its batches are about to be loaded."""
-        self._started = time.perf_counter()
+    def start(self, set_up: float) -> None:
+        """A step begins: its batches are about to be loaded.
+
+        Args:
+            set_up: seconds that the engine has taken so far to build itself; likewise in `stop`.
+        """
+        self._started, self._set_up = time.perf_counter(), set_up
 
     def count(self, tokens: int) -> None:
         """The step's batches hold `tokens` input tokens."""
         self._tokens += tokens
         self.counted += tokens
 
-    def stop(self) -> None:
-        """The step has ended."""
-        if self._started is not None:
-            seconds = time.perf_counter() - self._started
-            self._seconds += seconds
-            self._started, self.step_ms = None, 1e3 * seconds
+    def stop(self, set_up: float) -> float:
+        """The step has ended. Returns for how many seconds of it the engine was set up, which do not count."""
+        if self._started is None:
+            return 0.0
+        within = set_up - self._set_up
+        seconds = time.perf_counter() - self._started - within
+        self._seconds += seconds
+        self._started, self.step_ms = None, 1e3 * seconds
+        return within
 
     def read(self) -> tuple[int, float]:
         """Returns tokens and seconds since the last reading."""
@@ -171,6 +181,8 @@ class MeasuringTrainer(EvaluatingTrainer):
     _flops_per_token: float | None
     _whole_sizes: WholeSizes
     _measured: dict[str, float]
+    _not_finite_since: Tensor
+    _warned_of_loss: bool
     _timeline_written: bool
 
     def _measure_nothing_yet(self) -> None:
@@ -179,10 +191,28 @@ class MeasuringTrainer(EvaluatingTrainer):
         self._whole_sizes = WholeSizes()
         self._measured = {}
         self._timeline_written = False
+        self._not_finite_since = torch.zeros(())
+        self._warned_of_loss = False
+
+    def _watch_loss(self, loss: Tensor) -> None:
+        """Notes the step of the first loss that is not finite, without waiting for a device."""
+        first = torch.where(torch.isfinite(loss.detach()), 0.0, float(self.state.global_step + 1))
+        since = self._not_finite_since.to(loss.device)
+        self._not_finite_since = torch.where(since > 0, since, first)
+
+    def _warn_of_loss(self, steps: list[int]) -> None:
+        """Warns once, on process 0. Args: steps: of the replicas that had such losses, the first of each."""
+        if steps and not self._warned_of_loss and self.state.is_world_process_zero:
+            logger.warning(
+                "the loss is not finite (NaN or infinite) since step %s; logs show averages without it unless "
+                "logging_nan_inf_filter=False. Lower learning_rate, set max_grad_norm, or look at that step's data",
+                min(steps),
+            )
+        self._warned_of_loss = self._warned_of_loss or bool(steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
-        self._throughput.start()
+        self._throughput.start(self.engine.setup_seconds)
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         name = getattr(self.model, "main_input_name", "input_ids")
         inputs = [batch[name] for batch in samples if name in batch and not batch[name].is_floating_point()]
@@ -193,7 +223,9 @@ class MeasuringTrainer(EvaluatingTrainer):
         return samples, count
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
-        self._throughput.stop()
+        set_up = self._throughput.stop(self.engine.setup_seconds)
+        if set_up >= _TOLD_SECONDS and self.state.is_world_process_zero:
+            announce(logger, f"set up in {set_up:.1f} s: recording the model, measuring, planning, placing weights")
         if self.args.timeline == self.state.global_step and not self._timeline_written:
             self._write_timeline()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
@@ -213,9 +245,11 @@ class MeasuringTrainer(EvaluatingTrainer):
     def _measure(self) -> dict[str, float]:
         """Returns what a training log says of speed, memory and this rank's last step; every rank calls."""
         tokens, seconds = self._throughput.read()
-        mine = torch.tensor([[tokens, *own_peaks(self.engine)]], dtype=torch.float64, device=self.args.device)
+        bad = float(self._not_finite_since)
+        mine = torch.tensor([[tokens, bad, *own_peaks(self.engine)]], dtype=torch.float64, device=self.args.device)
         replicas = self.accelerator.gather(mine)
-        total, measured = replicas[:, 0].sum().item(), highest_peaks(self.engine, replicas[:, 1:])
+        total, measured = replicas[:, 0].sum().item(), highest_peaks(self.engine, replicas[:, 2:])
+        self._warn_of_loss([int(step) for step in replicas[:, 1].tolist() if step])
         if total > 0 and seconds > 0:
             measured["tokens_per_second"] = round(total / seconds, 1)
             peak = peak_flops(self.args.device, self.accelerator.mixed_precision)
@@ -238,8 +272,8 @@ class MeasuringTrainer(EvaluatingTrainer):
             super().log(logs, start_time)
             return
         logs.update(self._measured)
-        self._measured = {}
-        with printing_lines(self.callback_handler):
+        measured, self._measured = frozenset(self._measured), {}
+        with printing_lines(self.callback_handler, measured):
             super().log(logs, start_time)
 
     def _write_timeline(self) -> None:

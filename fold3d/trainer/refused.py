@@ -40,6 +40,20 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is False,
         "before a step all replicas take replica 0's buffers, as with True; remove it",
     ),
+    "ddp_backend": (
+        lambda value: value not in (None, "gloo", "nccl"),
+        "fold3d communicates over gloo on CPUs and NCCL on GPUs; remove it",
+    ),
+    "dataloader_in_order": (
+        lambda value: value is False,
+        "batches would come as workers finish them, so that the processes of a replica trained on different ones; "
+        "remove it",
+    ),
+    "optim_target_modules": (
+        bool,
+        "GaLore and APOLLO project the gradients of whole matrices, of which a process may have a part; take LoRA "
+        "(PEFT), or another optimizer",
+    ),
     "ddp_static_graph": (lambda value: value is not None, _NO_DDP),
     "optim": (
         lambda value: any(word in str(getattr(value, "value", value)) for word in ("lomo", "layerwise")),

@@ -38,7 +38,7 @@ from fold3d.stage.users_state import as_it_was, attributes_of
 from fold3d.topology import Topology
 from fold3d.trace.batches import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
-from fold3d.trainer.arguments import TrainingArguments
+from fold3d.trainer.arguments import RANDOM, TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
@@ -49,6 +49,7 @@ from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.same_arguments import compare_arguments
 from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_again
 from fold3d.trainer.waiting import Waiting
+from fold3d.weights.empty import folder_of
 from fold3d.weights.missing import MissingWeight
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Trainer(SearchingTrainer):
     """Whether methods that a subclass overrides where gradients are complete (`training_step`), and hooks of the
     optimizer's step, may read or change them. False: they do not."""
     _told_of_loss = False
+    _is_empty = False
     _gradients_are_read: bool | None = None  # until a training has begun
     _preempted: Preempted | None = None
     _may_end_evaluation = False
@@ -137,11 +139,14 @@ class Trainer(SearchingTrainer):
         self._before = dict(model.named_parameters())
         self._to_load.clear()
         self.layout = None
+        self._is_empty = folder_of(model) is None and any(one.is_meta for one in self._before.values())
+        if args.weights == RANDOM and not self._is_empty:
+            raise ConfigError(f"weights={RANDOM!r} has no effect: the model has weights; remove it")
         self.engine = Engine(
             model,
             args.layout,
             example=self._example if self._given_example is None else self._given_example,
-            weights=args.weights,
+            weights=None if args.weights == RANDOM else args.weights,
             autocast=self.accelerator.autocast,
             device=args.device,
             scaler=self.accelerator.scaler,
@@ -257,6 +262,12 @@ class Trainer(SearchingTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         compare_arguments(self.args, self.engine.world)
+        if self._is_empty and self.args.weights is None and not resume_from_checkpoint:
+            raise ConfigError(
+                "the model was built on the meta device and has no values: set weights to the folder that they are in, "
+                f"or weights={RANDOM!r} to train from values drawn from seed={self.args.seed}"
+            )
+        self._is_empty = False
         timeline = self.args.timeline
         if timeline is not None and timeline > max_steps:
             raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")
@@ -461,6 +472,7 @@ class Trainer(SearchingTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
+        self._watch_loss(loss)
         return loss.to(self.args.device)
 
     @property

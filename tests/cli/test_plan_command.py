@@ -150,7 +150,7 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
     [
         ((PLAIN, "-w", 3, "--global-samples", 4), "--global-samples=4 cannot be divided by 3 replicas"),
         ((PLAIN, "-w", 2, "--global-samples", 4, "-m", 2), "--micro-batches is chosen where --global-samples is given"),
-        ((PLAIN, "-w", 3, "-p", 2), "pp=2 needs 2 processes, or a multiple of them, but the job has 3"),
+        ((PLAIN, "-w", 3, "-p", 2), "--world-size=3 is no multiple of --tp * --pp = 2; change one of them"),
         ((PLAIN, "-w", 2, "--tflops", 0), "--tflops is 0; it must be positive"),
         ((PLAIN, "-w", 2, "--segments", "two"), "segments='two': invalid literal"),
         ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
@@ -166,7 +166,7 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
         ),
         ((PLAIN, "-w", 2, "--offload", "boundaries"), 'offload="boundaries" has no effect with recompute="none"'),
         ((PLAIN, "-w", 2, "--schedule", "fastest"), "fastest"),
-        ((PLAIN, "-w", 2, "--memory-limit", "1"), "nothing fits: stage 0 needs at least"),
+        ((PLAIN, "-w", 2, "--memory-limit", "1000"), "nothing fits: stage 0 needs at least"),
         ((PLAIN, "-w", 2, "--tokens", 8), "--tokens=8 takes a positive number and a model whose input is input_ids"),
         (("tests.cli.test_plan_command:without_example", "-w", 2), "returns no example batch"),
         (("tests.cli.test_plan_command:with_a_list", "-w", 2), "returned a module and list; return (model, batch)"),

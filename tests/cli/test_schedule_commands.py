@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def run(capsys, line: str) -> tuple[int, str, str]:
 def test_draw_text(capsys):
     code, out, err = run(capsys, "draw aiao -p 2 -m 2 -s 2")
     assert code == 0 and not err
-    assert "rank 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n" in out
+    assert "stage 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n" in out
     assert out.splitlines()[-1].startswith("pp=2 segments=2 m=2: 15 units")
 
 
@@ -36,6 +37,31 @@ def test_draw_png(capsys, tmp_path):
     code, out, _ = run(capsys, "draw fold -p 2 -m 4 -s 2 -n 2 --turn all --comm --png out.png")
     assert code == 0 and out == "out.png\n"
     assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("suffix, begin", [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
+def test_the_suffix_says_the_format(capsys, tmp_path, suffix: str, begin: bytes):
+    assert run(capsys, f"draw 1f1b -p 2 -m 2 --picture out.{suffix}")[0] == 0
+    assert (tmp_path / f"out.{suffix}").read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("drow 1f1b -p 2", "'drow' is none of draw, .*did you mean 'draw'"),
+        (
+            "draw 1f1b --micro-batchs 2",
+            r"unrecognized arguments: --micro-batchs .*\(did you mean '--micro-batches'\?\)",
+        ),
+        ("simulate 1f1b --dp-sync zeroo1", "argument --dp-sync: 'zeroo1' is none of .*did you mean 'zero1'"),
+        ("draw 1f1b -p 2 -m 2 --picture out.jpg", r"'out.jpg' must end in .png, .svg or .pdf"),
+    ],
+)
+def test_what_is_misspelt_is_suggested(capsys, line: str, message: str):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_draw_with_communication(capsys):
@@ -71,6 +97,7 @@ def test_validate_shows_the_bad_cell(capsys, tmp_path):
         ("draw gpipe -p 2", "--micro-batches is missing, as in: fold3d draw gpipe -p 4 -m 8"),
         ("draw gpipe -p 2 -m 4 -s 2", "segments=2 has no effect on schedule 'gpipe'"),
         ("draw aiao -p 2 -m 99999999999", "more than 1e+07 forwards in one step; lower micro_batches"),
+        ("draw fold -p 2 -m 4 -n 9", "--group-size=9 is more than --micro-batches=4"),
         ("draw aiao -p 2 -m 4 -n 2", "group_size=2 has no effect on schedule 'aiao'"),
         ("draw some.csv -p 2", "--pp=2 has no effect: the file says it"),
         ("validate none.csv", "cannot read the schedule 'none.csv'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -29,7 +30,7 @@ def test_breakdown(capsys):
     assert code == 0 and not err
     first, *_, rank0, rank1 = out.splitlines()
     assert first.startswith("pp=2 segments=4 m=8: step 297.50 ms, 20.2 % over the limit")
-    assert rank0.split() == ["rank", "0", "240.00", "7.50", "0.00", "50.00", "0.00"]
+    assert rank0.split() == ["stage", "0", "240.00", "7.50", "0.00", "50.00", "0.00"]
     assert rank1.split()[2:] == rank0.split()[2:]
 
 
@@ -76,6 +77,15 @@ def test_early_says_how_many_and_draws(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+def test_json(capsys):
+    line = "simulate aiao -p 2 -m 4 -s 2 --saved 20"
+    told = json.loads(run(capsys, f"{line} --json")[1])
+    assert (told["pp"], told["segments"], told["micro_batches"]) == (2, 2, 4) and len(told["peak_bytes"]) == 2
+    shown = run(capsys, line)[1]
+    assert f"step {told['step_ms']:.2f} ms" in shown and f"{told['stages'][1]['bubble_ms']:.2f}" in shown
+    assert "records" not in told
+
+
 def test_a_file(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schedule.save_csv(schedule.generate("interleaved", pp=2, segments=2, micro_batches=3), "mine.csv")
@@ -112,7 +122,7 @@ def test_the_picture_says_what_the_text_says(capsys, tmp_path, monkeypatch):
     assert code == 0
     title = timeline.shares(seen["simulated"], None)
     step = float(re.search(r"step ([\d.]+) ms", out)[1])
-    rank0 = [float(number) for number in re.search(r"rank 0 +(.*)", out)[1].split()]
+    rank0 = [float(number) for number in re.search(r"stage 0 +(.*)", out)[1].split()]
     names = ("compute", "bubble", "exposed PP.sync", "exposed DP.sync", "hidden DP.sync")
     for name, ms in zip(names, rank0, strict=True):  # the ranks are alike
         assert f"{name} {100 * ms / step:.1f} %" in title
@@ -136,4 +146,4 @@ def test_the_step_in_a_picture_s_title_has_the_waits_for_tp_sync(capsys, tmp_pat
 def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, "simulate aiao -p 2 -m 4 -s 2 --png out.png")
-    assert code == 1 and not out and "--png needs matplotlib, which is not installed: pip install matplotlib" in err
+    assert code == 1 and not out and "--picture needs matplotlib, which is not installed: pip install matplotlib" in err

@@ -28,6 +28,12 @@ def plain() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Plain(), {"x": torch.zeros(2, 4)}
 
 
+def uneven() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = Plain()
+    model.layers[3] = nn.Linear(8, 8, bias=False)
+    return model, {"x": torch.zeros(2, 4)}
+
+
 def without_example() -> nn.Module:
     return Plain()
 
@@ -66,7 +72,10 @@ def test_a_transformers_model(capsys, gpt2_folder, name: str):
     assert out.startswith("GPT2LMHeadModel, ")
     assert "FLOPs of one forward on input_ids (1, 16)" in out
     blocks = rows(out, "block")
-    assert [row[1] for row in blocks if row[0].isdigit()] == [f"transformer.h.{k}" for k in range(5)]
+    assert [row[:2] for row in blocks if row[0][0].isdigit()] == [
+        ["0", "transformer.h.0"],
+        ["1..4", "transformer.h.1..4"],
+    ]
     assert "one tensor: transformer.wte.weight = lm_head.weight" in out
     chunks = rows(out, "chunk")
     assert [(row[0], row[1], row[2]) for row in chunks] == [
@@ -79,6 +88,28 @@ def test_a_transformers_model(capsys, gpt2_folder, name: str):
     assert [k for lo, hi in spans for k in range(lo, hi + 1)] == list(range(5))
     shares = [float(row[-2]) for row in chunks]
     assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_json(capsys, gpt2_folder):
+    code, out, _ = run(capsys, str(gpt2_folder), "-p", "2", "-t", "2", "--json")
+    told = json.loads(out)
+    assert code == 0 and told["model"] == "GPT2LMHeadModel"
+    assert [row["block"] for row in told["blocks"]] == ["before", 0, 1, 2, 3, 4, "after"]
+    assert told["blocks"][2]["name"] == "transformer.h.1" and told["blocks"][2]["received_bytes"] > 0
+    assert told["tied"] == [["transformer.wte.weight", "lm_head.weight"]]
+    assert [row["blocks"] for row in told["chunks"]] == [[0, 2], [3, 4]]
+    assert sum(row["flops"] for row in told["chunks"]) == sum(row["flops"] for row in told["blocks"])
+    assert {"name", "split", "whole", "rank", "reason"} == set(told["sharding"][0])
+    assert json.loads(run(capsys, str(gpt2_folder), "--json")[1])["chunks"] is None
+
+
+def test_blocks_that_differ_have_rows_of_their_own(capsys):
+    _, out, _ = run(capsys, f"{__name__}:uneven", "--blocks", "layers")
+    assert [row[:2] for row in rows(out, "block")][1:-1] == [
+        ["0", "layers.0"],
+        ["1..2", "layers.1..2"],
+        ["3", "layers.3"],
+    ]
 
 
 def test_without_sizes_no_chunks(capsys, gpt2_folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -37,6 +38,14 @@ def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"transformers {transformers.__version__}, " in out
     assert "pairs" not in out
     assert re.search(r"locked memory: (unlimited|[\d.]+ [kMGT]?B)\n", out)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ALONE, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ranks"][0]["transformers"] == transformers.__version__ and told["ranks"][0]["memory"] > 1e8
+    assert {"what", "gbytes", "expected", "remedy"} == set(told["speeds"][0])
+    assert all(isinstance(line, str) for line in told["to_change"])
 
 
 def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ TINY = [
     *("--megabytes", "0.01", "--eval_sequences", "8", "--max_steps", "3", "--logging_steps", "1"),
     *("--gradient_accumulation_steps", "2", "--warmup_steps", "1"),
 ]
+DRAWN = ["--weights", "random"]
+"""For pretrain_gpt.py with fold3d, whose model has no values; not for the stock Trainer."""
 FEW = ["--max_steps", "3", "--logging_steps", "1", "--eval_strategy", "steps", "--eval_steps", "3"]
 MELODIES = (
     *("--layers", "2", "--hidden", "32", "--seconds", "1", "--samples", "32", "--eval_samples", "12"),

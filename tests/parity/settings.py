@@ -81,7 +81,7 @@ COSTLY = ("partition", "dp_sync_dtype", "resume")
 ELSEWHERE = {
     "parallel": "decides about dp, tp and pp; tests/engine/test_mesh.py, tests/trainer/test_parallel_auto.py",
     "global_batch_size": "decides about the micro-batches; where parallel is tested",
-    "strategy": "says the settings here at once; tests/plan/test_resolve.py, tests/dist/test_parity_micro_batch_size.py",
+    "strategy": "says the settings here; tests/plan/test_resolve.py and tests/dist/test_parity_micro_batch_size.py",
     "retune": "lets the settings here change between steps; tests/engine/test_retuning.py, where micro_batch_size is",
     "tp_plan": "names modules of one model; tests/tensor_parallel, tests/dist/test_pretrained_tp.py",
     "blocks": "names modules of one model; tests/trace",

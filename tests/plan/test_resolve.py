@@ -26,12 +26,12 @@ from tests.plan.jobs import make_job
         ({"pp": 2, "segments": 3}, 2, 3, False),
         ({"pp": 2, "schedule": "1f1b"}, 2, 1, False),
         ({"pp": 2, "schedule": "aiao"}, 2, None, True),
-        ({"pp": 2, "segments": 3, "memory_limit": 1}, 2, 3, True),
-        ({"pp": 2, "segments": 3, "memory_limit": 1}, 1, 3, True),
-        ({"pp": 2, "segments": 3, "schedule": "aiao", "memory_limit": 1}, 2, 3, True),
-        ({"pp": 2, "segments": 3, "dp_sync": "early", "memory_limit": 1}, 2, 3, True),
-        ({"pp": 2, "schedule": "1f1b", "memory_limit": 1}, 2, 1, True),
-        ({"pp": 2, "segments": 3, "schedule": "fold", "memory_limit": 1}, 1, 3, True),
+        ({"pp": 2, "segments": 3, "memory_limit": 1000}, 2, 3, True),
+        ({"pp": 2, "segments": 3, "memory_limit": 1000}, 1, 3, True),
+        ({"pp": 2, "segments": 3, "schedule": "aiao", "memory_limit": 1000}, 2, 3, True),
+        ({"pp": 2, "segments": 3, "dp_sync": "early", "memory_limit": 1000}, 2, 3, True),
+        ({"pp": 2, "schedule": "1f1b", "memory_limit": 1000}, 2, 1, True),
+        ({"pp": 2, "segments": 3, "schedule": "fold", "memory_limit": 1000}, 1, 3, True),
     ],
 )
 def test_what_is_planned(settings: dict[str, Any], dp: int, segments: int | None, planned: bool) -> None:
@@ -58,14 +58,14 @@ def test_a_schedule_of_one_s_own_says_how_often_it_folds(tmp_path: Any) -> None:
     ],
 )
 def test_a_memory_limit_needs_something_to_choose(settings: dict[str, Any], dp: int) -> None:
-    why = "memory_limit=5 has no effect: everything that memory depends on is set"
+    why = "memory_limit=5000 has no effect: everything that memory depends on is set"
     with pytest.raises(ConfigError, match=why):
-        resolve_auto(ParallelConfig(memory_limit=5, recompute="none", offload="none", **settings), dp)
+        resolve_auto(ParallelConfig(memory_limit=5000, recompute="none", offload="none", **settings), dp)
     for name in ("recompute", "offload"):
         both = {"recompute": "none", "offload": "none", name: "auto"}
-        config = ParallelConfig(memory_limit=5, **both, **settings)
+        config = ParallelConfig(memory_limit=5000, **both, **settings)
         assert needs_planner(config, resolve_auto(config, dp), dp, limited=True)
-    sized = ParallelConfig(memory_limit=5, recompute="none", offload="none", micro_batch_size="auto", **settings)
+    sized = ParallelConfig(memory_limit=5000, recompute="none", offload="none", micro_batch_size="auto", **settings)
     assert needs_planner(sized, resolve_auto(sized, dp), dp, limited=True) and sized.part_size is None
 
 

@@ -80,6 +80,8 @@ def test_the_choice_is_complete_and_the_same_every_time():
     assert len(table) == 3 + len(choice.runners_up) + 2 and "Fold3D's heuristic" in table[-3]
     assert "ms of DP.sync are hidden" in table[-2]
     assert table[-1].startswith(f"  pin it with --segments {strategy.segments} --schedule {strategy.schedule} ")
+    brief = choice.brief.splitlines()
+    assert brief[0] == f"{table[0]}: {choice.step_ms:.1f} ms predicted for a step" and brief[1:] == table[-2:]
     assert all(step_ms >= 0.99 * choice.step_ms for _, step_ms in choice.runners_up)
 
 

@@ -17,15 +17,15 @@ from tests.schedule.cases import schedules, split_backwards
 def test_text():
     made = schedule.generate("aiao", pp=2, segments=2, micro_batches=2)
     assert draw.text(made) == (
-        "time   0                   5                   10\n"
-        "rank 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n"
-        "rank 1 .   1F0 1F1 3F0 3F1 3B0 === 3B1 === 1B0 === 1B1 === .   .\n"
+        "time    0                   5                   10\n"
+        "stage 0 0F0 0F1 2F0 2F1 .   .   .   2B0 === 2B1 === 0B0 === 0B1 ===\n"
+        "stage 1 .   1F0 1F1 3F0 3F1 3B0 === 3B1 === 1B0 === 1B1 === .   .\n"
     )
 
 
 def test_split_backward_takes_a_unit_each():
     made = schedule.parse_csv("0F0,0I0,0W0\n")
-    assert draw.text(made) == "time   0\nrank 0 0F0 0I0 0W0\n"
+    assert draw.text(made) == "time    0\nstage 0 0F0 0I0 0W0\n"
 
 
 @settings(max_examples=30)
@@ -33,7 +33,7 @@ def test_split_backward_takes_a_unit_each():
 def test_text_fits_and_shows_every_action_once(made: Schedule, width: int):
     text = draw.text(made, width)
     assert all(len(line) <= width for line in text.splitlines())
-    cells = [cell for line in text.splitlines() if line.startswith("rank") for cell in line.split()[2:]]
+    cells = [cell for line in text.splitlines() if line.startswith("stage") for cell in line.split()[2:]]
     assert sorted(cell for cell in cells if cell[0].isdigit()) == sorted(a.text for rank in made.ranks for a in rank)
 
 
@@ -50,14 +50,14 @@ def test_png(tmp_path, lowered: bool):
     made = split_backwards(schedule.generate("interleaved", pp=3, segments=2, micro_batches=4))
     if lowered:
         made = schedule.lower(made, reduce=True)
-    draw.png(made, tmp_path / "s.png", title="a title")
+    draw.picture(made, tmp_path / "s.png", title="a title")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_png_that_cannot_be_written(tmp_path):
     made = schedule.generate("gpipe", pp=1, micro_batches=1)
     with pytest.raises(ConfigError, match="cannot write the picture"):
-        draw.png(made, tmp_path / "nowhere" / "s.png")
+        draw.picture(made, tmp_path / "nowhere" / "s.png")
 
 
 def test_png_without_matplotlib(tmp_path, monkeypatch):
@@ -70,4 +70,4 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
-        draw.png(schedule.generate("gpipe", pp=1, micro_batches=1), tmp_path / "s.png")
+        draw.picture(schedule.generate("gpipe", pp=1, micro_batches=1), tmp_path / "s.png")

@@ -162,7 +162,8 @@ def run_fold3d(job: Job, layout: dict[str, Any]) -> Outcome:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with test_device.watched():
         arguments = stock_arguments(job) | {"use_cpu": test_device.chosen() == "cpu"}
-        args = fold3d.TrainingArguments(**arguments, **({"segments": 1} | layout))
+        drawn = {"weights": "random"} if job.on_meta else {}
+        args = fold3d.TrainingArguments(**arguments, **({"segments": 1} | drawn | layout))
         trainer = job.variant.trainer(fold3d.Trainer)(args=args, **trainer_arguments(job))
         trainer.train(resume_from_checkpoint=job.resume)
         extra = job.variant.after(trainer)

@@ -128,9 +128,9 @@ def test_settings_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"bucket_bytes": -5}, "bucket_bytes=-5: must be a number of bytes"),
         ({"pp": 4, "dp_sync": "early"}, "dp_sync='early' has no effect with one replica"),
         (
-            {"segments": "2", "schedule": "aiao", "dp_sync": "zero1", "memory_limit": 9}
+            {"segments": "2", "schedule": "aiao", "dp_sync": "zero1", "memory_limit": 9000}
             | {"recompute": "none", "offload": "none"},
-            "memory_limit=9 has no effect",
+            "memory_limit=9000 has no effect",
         ),
         ({"pp": 4, "bucket_bytes": 9}, "bucket_bytes=9 has no effect with one replica"),
     ):

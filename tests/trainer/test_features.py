@@ -415,6 +415,7 @@ def run_with_workers(job: Job, layout: dict[str, Any]) -> Any:
 def test_workers_give_all_stages_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     # A pool process would start them with spawn, like itself, and import torch again for each.
     arguments = {"dataloader_num_workers": 1, "max_steps": 2, "dataloader_multiprocessing_context": "fork"}
+    arguments |= {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
     job = Job(str(tmp_path), arguments=arguments, variant=Augments())
     ours = ranks.run(run_with_workers, 2, job, FOLDED)
     assert_same(ours[0], run_stock(job), 1e-10)

@@ -32,6 +32,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "logging_strategy": "epoch",
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
+        "use_cache": True,
+        "ddp_backend": "gloo",
+        "local_rank": 0,
     },
     "another optimizer, tokens of the own replica, recomputing": {
         "optim": "rmsprop",
@@ -47,6 +50,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "length_column_name": "length",
         "eval_delay": 2,
         "eval_accumulation_steps": 1,
+        "eval_use_gather_object": True,
         "load_best_model_at_end": True,
         "metric_for_best_model": "accuracy",
         "greater_is_better": False,

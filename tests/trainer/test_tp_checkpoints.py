@@ -128,7 +128,7 @@ def test_what_others_wrote_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
 def test_a_model_on_meta_is_the_same_for_every_layout(ranks: RankPool, tmp_path: Path, pretrained: bool) -> None:
     arguments = {"adam_epsilon": 1e-4}
     job = Job(str(tmp_path / "run"), samples=24, arguments=arguments, variant=Precise(on_meta=True))
-    weights = {}
+    weights = {"weights": "random"}
     if pretrained:
         Precise().model().save_pretrained(tmp_path / "model")
         weights = {"weights": str(tmp_path / "model")}

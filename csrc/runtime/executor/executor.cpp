@@ -1,5 +1,6 @@
 #include "runtime/executor/executor.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <stdexcept>
@@ -17,6 +18,20 @@ namespace {
 
 using core::Action;
 using core::Kind;
+
+/// The name of a range in torch's profiler (and in NVTX, under torch.autograd.profiler.emit_nvtx): what is done, and
+/// for which stage, chunk and micro-batch. Made only while somebody profiles.
+std::string range_of(const Action& action, int stage, const char* sync = "") {
+  const bool has_micro_batch = action.kind != Kind::kReduce;
+  return sync + std::string(core::to_string(action.kind)) + " stage " + std::to_string(stage) + " chunk " +
+         std::to_string(action.chunk) +
+         (has_micro_batch ? " micro-batch " + std::to_string(action.micro_batch) : std::string());
+}
+
+const char* sync_of(Kind kind) {
+  if (kind == Kind::kReduce) return "DP.sync ";
+  return core::is_copy(kind) ? "" : "PP.sync ";
+}
 
 }  // namespace
 
@@ -96,6 +111,7 @@ void Executor::run_all(const std::vector<Action>& program, Continues continues) 
       if (flows) state_.chunk(action.chunk).turn_to(action.micro_batch, of_before[k]);
       compute(action);
     } else {
+      RECORD_USER_SCOPE(range_of(action, stage_, sync_of(action.kind)));
       handler_of(action.kind)(state_, action);
     }
   }
@@ -110,6 +126,7 @@ void Executor::compute(const Action& action) {
   wait_for_receives(action);
   wait_for_copies(action);
   const comm::Moment start = clock_->now();
+  RECORD_USER_SCOPE(range_of(action, stage_));
   handler_of(action.kind)(state_, action);
   spans_.push_back({action, false, start, clock_->now()});
 }
@@ -119,6 +136,7 @@ void Executor::wait_for_receives(const Action& action) {
     if (!core::is_recv(needed.kind)) continue;  // the others ran before: program order
     Stash& target = state_.stash(action.chunk, action.micro_batch);
     const bool forward = needed.kind == Kind::kRecvForward;
+    RECORD_USER_SCOPE(range_of(needed, stage_, "PP.sync wait "));
     if (state_.lands(needed)) {
       if (forward ? target.inputs_away : target.gradients_away) continue;  // its PREFETCH has begun
       const comm::Moment start = clock_->now();

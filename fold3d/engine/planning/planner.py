@@ -371,7 +371,7 @@ def propose(
         try:
             chosen, proposal = _decide(job, config, constraints, lambda: steps_parts(optimizer))
             _check_memory(chosen, proposal, config)
-            announce(logger, proposal.table)
+            announce(logger, proposal.table if logger.isEnabledFor(logging.INFO) else proposal.brief)
             found = proposal
         except ConfigError as error:
             found = error

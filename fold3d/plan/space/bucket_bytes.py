@@ -30,7 +30,7 @@ def _parse(text: str) -> int:
 
 KNOB = Knob(
     name="bucket_bytes",
-    help="layers' gradients are summed together until they have so many bytes, such as 4MiB",
+    help="least bytes of a bucket of gradients, such as 4MiB",
     parse=_parse,
     candidates=_candidates,
     flag=lambda value, strategy: None if strategy.dp == 1 else str(value),

@@ -49,7 +49,7 @@ def _costs(job: Job, value: str) -> Job:
 
 DTYPE = Knob(
     name="dp_sync_dtype",
-    help=f"how gradients travel to their sums: {', '.join(DP_SYNC_DTYPES)}",
+    help=f"dtype in which gradients are sent: {', '.join(DP_SYNC_DTYPES)}",
     parse=str,
     candidates=lambda job, constraints, so_far: (WHOLE,),  # the other changes the numbers: never by itself
     check=_check_dtype,
@@ -68,7 +68,7 @@ def _check_delay(value: int, constraints: Constraints) -> None:
 
 DELAY = Knob(
     name="gradient_delay",
-    help="steps until gradients are taken: 0, or 1, which hides their sums under a whole step and changes the numbers",
+    help="1: apply gradients one step later, so that DP.sync has a full step; changes the numbers",
     parse=int,
     candidates=lambda job, constraints, so_far: (0,),  # never by itself
     check=_check_delay,

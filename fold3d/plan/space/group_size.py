@@ -23,7 +23,7 @@ def _check(value: int | None, constraints: Constraints) -> None:
 
 KNOB: Knob[int | None] = Knob(
     name="group_size",
-    help="N, micro-batches that pass a segment before the next one starts (schedule fold); k of schedule kfkb",
+    help="micro-batches that pass a segment before the next one starts (schedule fold); k of schedule kfkb",
     parse=int,
     check=_check,
     flag=lambda value, strategy: None if value is None else str(value),

@@ -36,7 +36,7 @@ def _text(value: object) -> str:
 
 KNOB: Knob[Offload] = Knob(
     name="offload",
-    help="what leaves the device between forward and backward: none, boundaries (what recomputed chunks keep), or "
+    help="activations to offload between forward and backward: none, boundaries (what recomputed chunks keep), or "
     "activations; activations:50%%, of half of the micro-batches",
     parse=Offload.read,
     text=_text,
@@ -79,7 +79,7 @@ def optimizer_costs(job: Job, value: bool) -> Job:
 
 OPTIMIZER = Knob(
     name="offload_optimizer",
-    help="whether the optimizer's state lies in host memory and is stepped there: True, or False",
+    help="True: keep the optimizer state in host memory and step it there",
     parse=_flag_of,
     candidates=lambda job, constraints, so_far: (False,),  # the host's memory and cores are the user's to give
     default=False,

@@ -12,7 +12,7 @@ def _text(value: object) -> str:
 
 KNOB: Knob[Recompute] = Knob(
     name="recompute",
-    help="what is computed again in the backward instead of kept: none, full, blocks, blocks:2, or names of modules",
+    help="what to recompute in the backward: none, full, blocks, blocks:2, or names of modules",
     parse=Recompute.read,
     text=_text,
     candidates=lambda job, constraints, so_far: (Recompute(),),  # short of memory: csrc/core/plan/sparing.cpp

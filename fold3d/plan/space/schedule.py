@@ -12,6 +12,6 @@ def default(segments: int) -> str:
 
 KNOB = Knob(
     name="schedule",
-    help="order of the micro-batches: a name out of `fold3d schedules`, or a CSV file",
+    help="a name listed by `fold3d schedules`, or a CSV file",
     parse=str,
 )

@@ -14,7 +14,7 @@ def _check(value: int, constraints: Constraints) -> None:
 
 KNOB = Knob(
     name="segments",
-    help="parts of the model, each cut into pp chunks",
+    help="segments of the model, each cut into pp chunks",
     parse=int,
     check=_check,
 )

@@ -21,7 +21,7 @@ from fold3d.cluster.slurm import commands, moves
 from fold3d.cluster.slurm.folder import Folder
 from tests.cluster.slurm.train import Losses, job
 from tests.helpers import pages
-from tests.helpers.example import EXAMPLE, TINY
+from tests.helpers.example import DRAWN, EXAMPLE, TINY
 from tests.helpers.slurm import until
 from tests.trainer.jobs import run_fold3d
 
@@ -51,7 +51,7 @@ def batch(script: str, output: Path) -> None:
 def test_the_script_of_the_page(tmp_path: Path) -> None:
     """Numbers of nodes, GPUs and cores are those of this Slurm, and the example is in the place of train.py."""
     (script,) = (code for code in pages.blocks(ROOT / "docs" / "several-nodes.md", "bash") if "#SBATCH" in code)
-    example = " ".join([str(EXAMPLE), *TINY, "--use_cpu"])
+    example = " ".join([str(EXAMPLE), *TINY, *DRAWN, "--use_cpu"])
     for wanted, instead in (
         ("--nodes=4", "--nodes=2"),
         ("--gpus-per-node=4", "--gpus-per-node=1"),
