@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fold3d.stage.loss_run import LossRun
-from fold3d.stage.replay import Before, DrawnNumbers
+from fold3d.stage.replay import Afterwards, Before, DrawnNumbers
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.trace.batches import borders_in
 from fold3d.trace.wrappers import is_ours
@@ -36,6 +36,8 @@ class MicroBatch:
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
     before: Before = field(default_factory=dict, repr=False, compare=False)
     """Buffers that forwards have changed, as they were."""
+    afterwards: Afterwards = field(default_factory=Afterwards, repr=False, compare=False)
+    """What forwards have changed, as it then was, for the loss function."""
     kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)
     """Of each chunk that has run and will run again: what it got from other ranks."""
     value: list[Tensor] = field(default_factory=list, repr=False, compare=False)

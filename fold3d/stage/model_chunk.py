@@ -48,15 +48,18 @@ class OncePerMicroBatch:
     def around(self, chunk: int, micro_batch: MicroBatch, run: Run = "only") -> Iterator[None]:
         """Around the model's forward as a chunk. Raises: SplitError when that changed what it was called with."""
         inputs, again = _versions(micro_batch.loss.call), run == "again"
+        afterwards = micro_batch.afterwards if micro_batch.loss.is_users and not again else None
+        own = self._own.around(chunk, afterwards)
         if self._buffers is None:
-            with self._own.around(chunk), self._shared.unchanged():
+            with own, self._shared.unchanged():
                 yield
             return
         if again:
             buffers = self._buffers.again(micro_batch.before)
         else:
-            buffers = self._buffers.of_chunk(chunk, micro_batch.before, recomputes=run == "first")
-        with micro_batch.drawn.once(chunk, again=again), buffers, self._own.around(chunk), self._shared.unchanged():
+            before = micro_batch.before
+            buffers = self._buffers.of_chunk(chunk, before, recomputes=run == "first", afterwards=afterwards)
+        with micro_batch.drawn.once(chunk, again=again), buffers, own, self._shared.unchanged():
             yield
         changed = [name for name, now in _versions(micro_batch.loss.call).items() if now != inputs[name]]
         if changed:
@@ -208,7 +211,7 @@ class PipelineChunk:
                 with around:
                     sent, output = self._run(micro_batch, received)
                 if self._is_last:
-                    with self._watched(micro_batch):
+                    with self._watched(micro_batch), micro_batch.afterwards.held():
                         result = self._split.end(loss, output)
                 if self._sharding is not None:  # behind the loss: it may run copies of the model
                     self._sharding.ran(micro_batch)

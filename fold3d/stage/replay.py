@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
+from fold3d.errors import SplitError
+from fold3d.stage.users_state import may_write_unseen
 
 ABSENT = object()
 """In the place of an attribute that is not there."""
@@ -175,23 +177,27 @@ class ChangedBuffers:
         self._first: int | None = None
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
+        self._always_compares = may_write_unseen(model)
 
     @contextlib.contextmanager
-    def of_chunk(self, chunk: int, before: Before, *, recomputes: bool = False) -> Iterator[None]:
+    def of_chunk(
+        self, chunk: int, before: Before, *, recomputes: bool = False, afterwards: Afterwards | None = None
+    ) -> Iterator[None]:
         """Around the run of a chunk.
 
         Args:
             before: of the micro-batch; what this run changes is put in.
             recomputes: the chunk will run again with this micro-batch, see `again`.
+            afterwards: is told of attributes that it has changed; None: nobody asks.
         """
         self._first = chunk if self._first is None else min(self._first, chunk)
         in_front = chunk == self._first
         fixed = {place: value for place, value in before.items() if self._in_front[place.module] and not in_front}
         watched = [n for n, is_outside in enumerate(self._in_front) if (in_front if is_outside else recomputes)]
-        # Kernels of batch norms change their statistics without saying so: values are compared, but only once,
-        # because that waits for a GPU.
+        # Kernels of batch norms change their statistics without saying so: values are compared, but only once where no
+        # code of the user's can do so later, because that waits for a GPU.
         mode = (chunk, recomputes, tuple(module.training for module in self._modules))
-        compares = mode not in self._compared
+        compares = self._always_compares or mode not in self._compared
         self._compared.add(mode)
         attributes = PlainAttributes(self._model, {number: self._modules[number] for number in watched})
         then = [
@@ -212,6 +218,8 @@ class ChangedBuffers:
                         before.setdefault(place, value)
             for number, name, value, now in attributes.changed():
                 before.setdefault(StatePlace(number, name, False), _Change(value, now))
+                if afterwards is not None:
+                    afterwards.note(self._modules[number], name, now, is_buffer=False)
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -253,64 +261,139 @@ class ChangedBuffers:
                     yield StatePlace(number, name, is_buffer), value
 
 
+class _Found(NamedTuple):
+    """What a micro-batch's forward has made of a value, and who has it."""
+
+    holder: dict[str, Any]
+    """A module's `vars()` or buffers."""
+    name: str
+    value: Any
+    module: str
+    """Class of the module."""
+
+
+class Afterwards:
+    """Of one micro-batch: buffers and plain attributes that its forwards have changed, as they then were. The loss
+    function may read them when forwards of other micro-batches have changed them again."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], _Found] = {}
+
+    def note(self, module: nn.Module, name: str, value: Any, *, is_buffer: bool) -> None:
+        """The first run of code that changes it has made `value` of it."""
+        holder = module._buffers if is_buffer else vars(module)
+        value = _copy(value) if isinstance(value, Tensor) else value
+        self._found.setdefault((id(holder), name), _Found(holder, name, value, type(module).__name__))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Around what the loss function does behind the model's call. Raises: SplitError when it changes what other
+        micro-batches have changed meanwhile."""
+        held: list[tuple[_Found, Any]] = []
+        for one in self._found.values():
+            own = one.holder.get(one.name, ABSENT)
+            if not _alike(own, one.value):
+                put(one.holder, one.name, _copy(one.value) if isinstance(one.value, Tensor) else plain(one.value))
+                held.append((one, own))
+        self._found.clear()
+        try:
+            yield
+            for one, _ in held:
+                if not _alike(one.holder.get(one.name, ABSENT), one.value):
+                    raise SplitError(
+                        f"the loss function changes '{one.name}' (of {one.module}), which the model's forward changes, "
+                        "too, and in a model that is cut other micro-batches have begun in between: keep it elsewhere, "
+                        "or set pp=1 and segments=1, where nothing is cut"
+                    )
+        finally:
+            for one, own in held:
+                put(one.holder, one.name, own)
+
+
 class OwnBuffers:
     """Buffers that forwards write to, in a process where other micro-batches run between the forward and the backward
     of one: each has tensors of its own, which its graph keeps, so that backward finds what its forward found. Behind
     the forward the module has its own tensor again, with the new values.
 
-    Of the user's modules: of what torch's own ones write, such as batch norms, no gradient depends.
+    Of the user's modules: of what torch's own ones write, such as batch norms, no gradient depends. Who writes to a
+    tensor that is a plain attribute is found out by autograd, unless it cannot notice (`may_write_unseen`): then these
+    are looked at, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [m for m in model.modules() if m._buffers and not type(m).__module__.startswith("torch.")]
-        self._written: set[tuple[int, str]] = set()
+        self._always_compares = may_write_unseen(model)
+        self._modules = [
+            module
+            for module in model.modules()
+            if (module._buffers or self._always_compares) and not type(module).__module__.startswith("torch.")
+        ]
+        self._written: set[StatePlace] = set()
         self._compared: set[tuple[int, tuple[bool, ...]]] = set()
 
     @contextlib.contextmanager
-    def around(self, chunk: int) -> Iterator[None]:
+    def around(self, chunk: int, afterwards: Afterwards | None = None) -> Iterator[None]:
         """Around the run of a chunk.
 
-        What writes to `buffer.data` is not noticed: so in the first run of each mode, values are compared.
+        What writes to `buffer.data` is not noticed: so values are compared, in the first run of each mode, and in all
+        where code of the user's may do so.
+
+        Args:
+            afterwards: is told of buffers that it has changed; None: nobody asks.
         """
-        if not self._modules or not torch.is_grad_enabled():
+        if not self._modules or not (torch.is_grad_enabled() or afterwards is not None):
             yield
             return
         mode = (chunk, tuple(module.training for module in self._modules))
-        compares = mode not in self._compared
+        compares = self._always_compares or mode not in self._compared
         self._compared.add(mode)
-        every = [
-            (number, name, buffer)
-            for number, module in enumerate(self._modules)
-            for name, buffer in module._buffers.items()
-            if isinstance(buffer, Tensor) and not (buffer.is_meta or buffer.is_inference())
-        ]
         copies: dict[int, Tensor] = {}
-        others: list[tuple[int, str, Tensor, int]] = []
-        held: list[tuple[int, str, Tensor, Tensor]] = []
-        for number, name, buffer in every:
-            if buffer.requires_grad or not (compares or (number, name) in self._written):
-                others.append((number, name, buffer, buffer._version))
+        others: list[tuple[StatePlace, Tensor, int]] = []
+        held: list[tuple[StatePlace, Tensor, Tensor]] = []
+        for place, tensor in list(self._tensors()):
+            if tensor.requires_grad or not (compares or place in self._written):
+                others.append((place, tensor, tensor._version))
                 continue
-            copied = copies.get(id(buffer))
-            copied = copies[id(buffer)] = _copy(buffer) if copied is None else copied
-            held.append((number, name, buffer, copied))
-            self._modules[number]._buffers[name] = copied
+            copied = copies.get(id(tensor))
+            copied = copies[id(tensor)] = _copy(tensor) if copied is None else copied
+            held.append((place, tensor, copied))
+            self._holder(place)[place.name] = copied
+        changed: list[StatePlace] = []
         try:
             yield
         finally:
-            for number, name, buffer, copied in held:
-                holder = self._modules[number]._buffers
-                if holder.get(name, ABSENT) is not copied:
+            for place, tensor, copied in held:
+                holder = self._holder(place)
+                if holder.get(place.name, ABSENT) is not copied:
+                    changed.append(place)
                     continue  # another tensor: nobody writes to this one again
-                if (number, name) in self._written or copied._version or not _equal(copied, buffer):
-                    self._written.add((number, name))
-                    _write(buffer, copied)
-                holder[name] = buffer
-            for number, name, buffer, version in others:
-                holder = self._modules[number]._buffers
-                if holder.get(name) is buffer and buffer._version != version:
-                    self._written.add((number, name))
-                    holder[name] = _copy(buffer)  # this micro-batch's graph has the other one
+                if place in self._written or copied._version or not _equal(copied, tensor):
+                    self._written.add(place)
+                    changed.append(place)
+                    _write(tensor, copied)
+                holder[place.name] = tensor
+            for place, tensor, version in others:
+                holder = self._holder(place)
+                if holder.get(place.name) is not tensor:
+                    changed.append(place)
+                elif tensor._version != version:
+                    self._written.add(place)
+                    changed.append(place)
+                    holder[place.name] = _copy(tensor)  # this micro-batch's graph has the other one
+        for place in changed if afterwards is not None else ():
+            now = self._holder(place).get(place.name)
+            afterwards.note(self._modules[place.module], place.name, now, is_buffer=place.is_buffer)  # type: ignore[union-attr]
+
+    def _holder(self, place: StatePlace) -> dict[str, Any]:
+        module = self._modules[place.module]
+        return module._buffers if place.is_buffer else vars(module)
+
+    def _tensors(self) -> Iterator[tuple[StatePlace, Tensor]]:
+        for number, module in enumerate(self._modules):
+            holders = ((module._buffers, True), (vars(module), False))
+            for holder, is_buffer in holders if self._always_compares else holders[:1]:
+                for name, one in holder.items():
+                    if isinstance(one, Tensor) and not (one.is_meta or one.is_inference()):
+                        yield StatePlace(number, name, is_buffer), one
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:

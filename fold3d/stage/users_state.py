@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
+from fold3d.trace.wrappers import users_hooks
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIMPLE = frozenset(_PLAIN)
@@ -218,11 +219,14 @@ class _Globals(_View):
         return (name for name in self._names if name in self._all)
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_in(code: CodeType, *, texts: bool = False) -> Iterator[str]:
+    """Yields names that the code uses; `texts`: and texts in it, which may be names of attributes."""
     yield from code.co_names
     for one in code.co_consts:
         if isinstance(one, CodeType):
-            yield from _names_in(one)
+            yield from _names_in(one, texts=texts)
+        elif texts and isinstance(one, str):
+            yield one
 
 
 def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace]:
@@ -267,6 +271,49 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
         elif isinstance(one, type) and is_named:
             found.append(Namespace(_Attributes(one), (one,), f"attribute of the class {one.__name__}"))
     return found
+
+
+_UNSEEN = frozenset(
+    (
+        *("data", "set_", "untyped_storage", "data_ptr", "numpy", "asarray", "__array__", "from_numpy", "from_dlpack"),
+        *("batch_norm", "instance_norm", "native_batch_norm", "ops", "_unsafe_preserve_version_counter"),
+    )
+)
+"""Names in code that may write to a tensor which does not notice."""
+
+
+def may_write_unseen(model: nn.Module) -> bool:
+    """Returns whether code of the user's that the model's modules run, or hooks, has a way to write to tensors that
+    leaves their version as it is (`buffer.data.mul_(0.9)`): functions, methods, and what these use of the user's."""
+    todo: deque[object] = deque()
+    for module in model.modules():
+        todo.extend((type(module), *users_hooks(module)))
+        todo.extend(one for name, one in vars(module).items() if name == "forward" or name not in _OF_EVERY_MODULE)
+    seen: dict[int, object] = {}
+    while todo:
+        one = todo.popleft()
+        if id(one) in seen or isinstance(one, (*_PLAIN, Tensor, nn.Module)):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, (staticmethod, classmethod, MethodType)):
+            todo.extend((one.__func__, getattr(one, "__self__", None)))
+        elif isinstance(one, (property, functools.partial)):
+            todo.extend((one.fget, one.fset) if isinstance(one, property) else (one.func, one.args, one.keywords))
+        elif isinstance(one, FunctionType):
+            todo.extend(_Cells(one).values())
+            names = set(_names_in(one.__code__, texts=True)) if _is_users(one.__module__) else set()
+            if not names.isdisjoint(_UNSEEN):
+                return True
+            todo.extend(one.__globals__[name] for name in names if name in one.__globals__)
+        elif isinstance(one, type):
+            todo.extend(value for kind in one.__mro__ if _is_users(kind.__module__) for value in vars(kind).values())
+        elif isinstance(one, (dict, *_LISTS)):
+            todo.extend(one.values() if isinstance(one, dict) else one) if len(one) <= _MOST else None
+        elif is_users_object(one):
+            todo.extend((type(one), *attributes_of(one).values.values()))
+        elif hasattr(one, "__wrapped__"):
+            todo.append(one.__wrapped__)
+    return False
 
 
 class SharedValues:

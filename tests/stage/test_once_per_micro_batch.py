@@ -77,6 +77,78 @@ class Counts(nn.Module):
         return self.linear(x / self.runs).tanh()
 
 
+class Later(nn.Module):
+    """Keeps a mean of its inputs in front of its layers, and a count; from the second step on, by a function of its
+    own and without the tensor's knowing."""
+
+    mean: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.runs = way, 0
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.write = functools.partial(_written, share=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.way == "in place":
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        elif self.way == "another":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        elif self.runs > 3:
+            self.write(self, x) if self.way == "elsewhere" else self.mean.data.add_(0.1 * x.detach().mean(0))
+        x = x - self.mean
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _written(model: Later, x: Tensor, share: float) -> None:
+    model.mean.numpy()[:] += share * x.detach().mean(0).numpy()
+
+
+def of_what_the_forward_counts(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    out: Tensor = model(**batch)
+    return (out - model.mean).square().mean() * model.runs  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 4}, {"segments": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("way", ["in place", "another", "data", "elsewhere"])
+def test_losses_that_read_what_the_forward_changes(way: str, layout: dict[str, Any]) -> None:
+    """The loss of the first micro-batch found what the forwards of later ones had made of it."""
+
+    def trained(**layout: Any) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        model = Later(way)
+        batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+        engine = Engine(model, ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+        losses = []
+        for _ in range(3):
+            losses.append(engine.run(batches, of_what_the_forward_counts).item())
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        mean = model.mean.clone()
+        engine.close()
+        assert model.runs == 9
+        return losses, mean
+
+    torch.testing.assert_close(trained(**layout), trained(), rtol=1e-12, atol=1e-14)
+
+
+def test_losses_that_change_what_the_forward_changes() -> None:
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        out: Tensor = model(**batch)
+        model.mean.zero_()  # type: ignore[operator]
+        return out.square().mean()
+
+    engine = Engine(Later("in place"), ParallelConfig(segments=2, blocks="layers"), optimizer=SGD)
+    with pytest.raises(fold3d.Fold3dError, match=r"the loss function changes 'mean' \(of Later\)"):
+        engine.run([{"x": torch.ones(4, 4, dtype=torch.float64)}] * 3, loss)
+    engine.close()
+
+
 class Remembers(nn.Module):
     """Keeps numbers, text, lists and tensors as plain attributes, and computes with them."""
 
@@ -275,13 +347,16 @@ class Normalises(nn.Module):
         super().__init__()
         self.way, self.calls = way, 0
         self.linear = nn.Linear(4, 4, dtype=torch.float64)
-        self.register_buffer("run", torch.ones(4, dtype=torch.float64))
+        if way == "attribute, later":
+            self.run = torch.ones(4, dtype=torch.float64)
+        else:
+            self.register_buffer("run", torch.ones(4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         new = 0.9 * self.run + 0.1 * x.detach().abs().mean(0)
         self.calls += 1
-        if self.way == "data in place":
+        if self.way == "data in place" or (self.way in ("data in place, later", "attribute, later") and self.calls > 3):
             self.run.data.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
         elif self.way == "data":
             self.run.data = new
@@ -317,7 +392,13 @@ def stacked(way: str, layout: dict[str, Any]) -> tuple[list[float], dict[str, Te
     return losses, state
 
 
-@pytest.mark.parametrize("way", ["data in place", "data", "in place", "in place, later", "another"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("data in place", "data in place, later", "attribute, later"),
+        *("data", "in place", "in place, later", "another"),
+    ],
+)
 def test_buffers_that_backward_reads(way: str) -> None:
     """A micro-batch's backward found in them what the forwards of later ones had written."""
     torch.testing.assert_close(stacked(way, {"segments": 2}), stacked(way, {"segments": 1}), rtol=1e-12, atol=1e-14)
