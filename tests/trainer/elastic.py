@@ -1,4 +1,6 @@
-"""A training under torchrun of which a host is lost, and comes back: `torchrun ... -m tests.trainer.elastic FOLDER SETTINGS`.
+"""A training under torchrun of which a host is lost, and comes back.
+
+    FOLD3D_TEST_HOST=0 torchrun ... -m tests.trainer.elastic FOLDER SETTINGS
 
 Two launchers on this machine are the hosts, of two processes each. At step `LOST` the second one dies with its
 processes. The first goes on alone until step `BACK`, where it waits for torchrun to ask it to end, since the second has
@@ -7,6 +9,7 @@ come back. Each process notes the losses of its steps in FOLDER.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,14 +35,14 @@ class Hosts(transformers.TrainerCallback):  # type: ignore[misc]
     reads_weights = reads_gradients = False
 
     def __init__(self, folder: Path, host: int) -> None:
-        self.folder, self.host = folder, host
+        self.folder, self.host, self.launcher = folder, host, os.getppid()
         self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The second host's launcher, and this process, are gone; others of the host go with the launcher's group."""
-        if state.global_step == LOST and self.host == 1 and not (self.folder / "lost").exists():
-            (self.folder / "lost").touch()
-            os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+        """The second host is gone: its launcher and its processes, each of which comes by here."""
+        if state.global_step == LOST and self.host == 1 and not (self.folder / "whole").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.launcher, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -58,18 +61,14 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     job = Job(str(folder / "out"), samples=48, dropout=0.1)
     auto = {"resume": "auto", "enable_jit_checkpoint": True, "exit_when_preempted": True, "comm_timeout": 60.0}
     args = fold3d.TrainingArguments(**stock_arguments(job) | SAVING | auto | settings)
-    hosts = Hosts(folder, int(os.environ["GROUP_RANK"]) if "GROUP_WORLD_SIZE" in os.environ else 0)
+    hosts = Hosts(folder, int(os.environ["FOLD3D_TEST_HOST"]))
 
     class Trainer(fold3d.Trainer):
         def training_step(self, *given: Any, **named: Any) -> Any:
             loss = super().training_step(*given, **named)
             if float(loss):
-                line = {
-                    "step": self.state.global_step + 1,
-                    "replica": self.engine.topology.dp_rank,
-                    "loss": float(loss),
-                }
-                line |= {"world": args.world_size, "replicas": self.engine.topology.dp}
+                line = {"step": self.state.global_step + 1, "world": args.world_size, "loss": float(loss)}
+                line["replica"] = self.engine.topology.dp_rank
                 with open(folder / f"losses-{os.getpid()}.jsonl", "a") as file:
                     file.write(json.dumps(line) + "\n")
             return loss
