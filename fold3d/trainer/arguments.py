@@ -278,7 +278,7 @@ class TrainingArguments(transformers.TrainingArguments):
         Raises: ConfigError when no number does.
         """
         last = None if self.output_dir is None else last_committed(self.output_dir)
-        batch = None if last is None else manifest.batch(last)
+        batch = None if last is None else manifest.said(last, "batch")
         if batch is None:
             return
         if self.global_batch_size is not None:
