@@ -7,7 +7,7 @@ indices in the order of the whole model's groups. A rank's optimizer numbers onl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
