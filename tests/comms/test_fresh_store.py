@@ -14,7 +14,8 @@ from fold3d.comms.fresh_store import fresh_store
 def start(store: dist.Store, world: int) -> list[dist.Store]:
     """Returns the stores of `world` ranks that are started at once."""
     with ThreadPoolExecutor(world) as pool:
-        return [one.result(30) for one in [pool.submit(fresh_store, store, rank, world) for rank in range(world)]]
+        found = [pool.submit(fresh_store, store.clone(), rank, world) for rank in range(world)]
+        return [one.result(30) for one in found]
 
 
 def test_each_start_has_a_store_of_its_own() -> None:
