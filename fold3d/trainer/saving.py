@@ -492,9 +492,10 @@ class CheckpointingTrainer(transformers.Trainer):
             groups = copy.deepcopy(optimizer.state_dict()["param_groups"])  # schedules change them
         self._background.to_files(everywhere, rest, OptimizerFiles(folder, self.layout, groups), own)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
-            if (scaler := self.accelerator.scaler) is not None:
-                torch.save(scaler.state_dict(), folder / SCALER)
+            small = {SCHEDULER: self.lr_scheduler, SCALER: self.accelerator.scaler}
+            for name, one in ((name, one) for name, one in small.items() if one is not None):
+                with open(folder / name, "wb") as file:  # given a path, torch says of any error that there is no folder
+                    torch.save(one.state_dict(), file)
 
     def _collect_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
         """Notes what gradient_delay=1 keeps for later steps; returns the settings it will be taken with."""

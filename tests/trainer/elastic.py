@@ -25,7 +25,7 @@ from fold3d.trainer.preemption import is_asked_to_end
 from tests.trainer.jobs import Job, stock_arguments, trainer_arguments
 
 LOST, BACK, STEPS = 4, 8, 12
-PATIENCE_S = 240.0
+PATIENCE_S = 300.0
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
 
 

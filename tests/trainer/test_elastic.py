@@ -30,7 +30,7 @@ def host(folder: Path, settings: dict[str, Any], port: int, number: int, hosts: 
     command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     command += ["--rdzv-conf", f"{RENDEZVOUS},is_host={int(number == 0)}", "-m", "tests.trainer.elastic"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    environment["FOLD3D_TEST_HOST"] = str(number)
+    environment |= {"FOLD3D_TEST_HOST": str(number), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / f"host-{number}.log", "ab") as log:
         return subprocess.Popen(
             [*command, str(folder), json.dumps(settings)],
