@@ -11,12 +11,12 @@ import secrets
 import time
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 _LOOK_SECONDS = 0.05
 
 
-def fresh_store(store: Any, rank: int, world: int) -> dist.PrefixStore:
+def fresh_store(store: Any, rank: int, world: int) -> PrefixStore:
     """Returns a part of `store` that nobody has written into; all ranks of the job call.
 
     Each rank says hello with a number that nobody has had before; rank 0 answers to each number that it finds, also to
@@ -29,7 +29,7 @@ def fresh_store(store: Any, rank: int, world: int) -> dist.PrefixStore:
         store.set(f"{root}/hello {rank}", number)
         name = store.get(f"{root}/answer {number}").decode()
         store.set(f"{root}/heard {name} {rank}", "")
-        return dist.PrefixStore(f"{root}/{name}", store)
+        return PrefixStore(f"{root}/{name}", store)
     deadline = time.monotonic() + store.timeout.total_seconds()
     missing, answered = set(range(1, world)), set[str]()
     while missing:
@@ -44,4 +44,4 @@ def fresh_store(store: Any, rank: int, world: int) -> dist.PrefixStore:
         if missing and time.monotonic() > deadline:
             raise TimeoutError(f"rank {min(missing)} has not come to the job's store (setting ddp_timeout)")
         time.sleep(_LOOK_SECONDS if missing else 0.0)
-    return dist.PrefixStore(f"{root}/{number}", store)
+    return PrefixStore(f"{root}/{number}", store)

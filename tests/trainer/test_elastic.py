@@ -84,8 +84,8 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, settings: dict[str, Any])
     assert {world for step in range(LOST + 1, BACK + 1) for world, _ in lost[step]} == {2}, lost
     assert {world for step in range(BACK + 1, STEPS + 1) for world, _ in lost[step]} == {4}, lost
     for step, some in lost.items():
-        for _, loss in some:
-            assert loss == pytest.approx(whole[step][0][1], rel=0, abs=1e-12), step
+        for _, loss in some:  # transformers computes the loss in float32, whatever the model is
+            assert loss == pytest.approx(whole[step][0][1], rel=2e-7), step
     weights = [load_file(tmp_path / name / f"out/checkpoint-{STEPS}/model.safetensors") for name in ("whole", "lost")]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=1e-12)
