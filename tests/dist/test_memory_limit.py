@@ -55,7 +55,6 @@ def train(case: Case, **changes: Any) -> Trained:
         return trained
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_planned_recomputation_changes_no_bit(ranks: RankPool, case: Case) -> None:
     roomy = ranks.run(train, case.ranks, case, memory_limit="1GB")

@@ -63,7 +63,6 @@ def train_planned(case: Case, **changes: object) -> tuple[parity_jobs.Result, in
         return found
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_planner_divides_under_a_limit(ranks: RankPool, case: Case) -> None:
     *_, whole = ranks.run(train_planned, case.ranks, case, memory_limit="1GB")[0]

@@ -61,7 +61,6 @@ def train_on_few_tokens(case: Case, tokens: int) -> list[float]:
     return losses
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("case", "tokens"),
     [

@@ -194,7 +194,7 @@ def compare(
     return ops
 
 
-@pytest.mark.gate(cases=4)
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -220,6 +220,7 @@ def test_recomputation_communicates_nothing(make: Callable[[float], nn.Module], 
     assert ops.sums == 2 * LAYERS * per_layer
 
 
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("own_checkpoints", [False, True])
 def test_a_chunk_that_runs_again_communicates_nothing(halved: bool, own_checkpoints: bool) -> None:
@@ -288,7 +289,7 @@ LOSSES: dict[str, Callable[[nn.Module, Inputs], Tensor]] = {
 }
 
 
-@pytest.mark.gate(cases=6)
+@pytest.mark.gate(cases=3)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_loss(loss: str, chunks: int) -> None:
