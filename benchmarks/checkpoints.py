@@ -19,22 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 
 import fold3d
+from benchmarks.local import gpt2
 from benchmarks.local.ranks import run_ranks
 
-LENGTH, SAVE_EVERY = 16, 2
-
-
-def model(options: argparse.Namespace) -> GPT2LMHeadModel:
-    """Returns a GPT-2 without values: each process draws those of its own layers."""
-    config = GPT2Config(
-        n_layer=options.layers, n_embd=options.hidden, n_head=8, vocab_size=8192, n_positions=LENGTH, use_cache=False
-    )
-    with torch.device("meta"):
-        return GPT2LMHeadModel(config)
+SAVE_EVERY = 2
 
 
 def of_process(name: str, key: str) -> int:
@@ -107,30 +98,9 @@ class Watch(TrainerCallback):
 
 def work(options: argparse.Namespace, folder: str) -> Watch:
     """One process."""
-    more = {"async_save": True} if options.async_save else {}
-    args = fold3d.TrainingArguments(
-        output_dir=folder,
-        dp=options.dp,
-        pp=options.pp,
-        weights="random",
-        segments=1,
-        schedule="1f1b",
-        dp_sync="zero1",
-        use_cpu=True,
-        max_steps=options.steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=options.pp,
-        save_strategy="steps",
-        save_steps=SAVE_EVERY,
-        save_total_limit=1,
-        disable_tqdm=True,
-        report_to="none",
-        **more,
-    )
-    ids = torch.randint(0, 8192, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+    args = gpt2.arguments(options, folder, save_every=SAVE_EVERY, schedule="1f1b", save_total_limit=1)
     watch = Watch()
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = fold3d.Trainer(model=model(options), args=args, train_dataset=data, callbacks=[watch])
+    trainer = fold3d.Trainer(model=gpt2.model(options), args=args, train_dataset=gpt2.samples(64), callbacks=[watch])
     watch.watch(trainer)
     trainer.train()
     trainer.engine.close()
@@ -140,16 +110,10 @@ def work(options: argparse.Namespace, folder: str) -> Watch:
 def main() -> None:
     """Prints a line for each save but the first, which finds no memory that an earlier one has used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=19)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--async-save", action="store_true")
+    gpt2.add_options(parser, hidden=1024, layers=19, steps=8)
     parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    size = sum(one.numel() for one in model(options).parameters()) * 4
+    size = sum(one.numel() for one in gpt2.model(options).parameters()) * 4
     folder = tempfile.mkdtemp(dir=options.folder)
     try:
         watches: list[Watch] = run_ranks(work, options.dp * options.pp, options, folder)

@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 
 import fold3d
+from benchmarks.local import gpt2
 from benchmarks.local.ranks import run_ranks
 
-LENGTH, EVERY, TENTHS = 16, 100, 10
+EVERY, TENTHS = 100, 10
 ALLOWED = {"resident_mb": 8.0, "descriptors": 0, "threads": 0, "temporary_files": 0}
 """By how much the last tenth may be above the third; the allocator of the C library rounds."""
 
@@ -71,31 +71,19 @@ def work(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
     """One process."""
     temporary = Path(folder) / "tmp"
     tempfile.tempdir = str(temporary)
-    args = fold3d.TrainingArguments(
-        output_dir=f"{folder}/out",
-        dp=options.dp,
-        pp=options.pp,
-        dp_sync="zero1",
-        use_cpu=True,
-        max_steps=options.steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=options.pp,
-        save_strategy="steps",
+    args = gpt2.arguments(
+        options,
+        f"{folder}/out",
+        save_every=EVERY,
         eval_strategy="steps",
-        save_steps=EVERY,
         eval_steps=EVERY,
         save_total_limit=2,
-        async_save=True,
         logging_steps=EVERY,
-        disable_tqdm=True,
-        report_to="none",
     )
-    ids = torch.randint(0, 64, (512, LENGTH), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=LENGTH, use_cache=False)
+    data = gpt2.samples(512)
     watch = Watch(temporary)
     trainer = fold3d.Trainer(
-        model=GPT2LMHeadModel(config), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[watch]
+        model=gpt2.model(options), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[watch]
     )
     trainer.train()
     trainer.end()
@@ -105,10 +93,8 @@ def work(options: argparse.Namespace, folder: str) -> list[dict[str, float]]:
 def main() -> int:
     """Prints the lines; returns how many numbers have grown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20000)
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    gpt2.add_options(parser, hidden=32, layers=4, steps=20000)
+    parser.set_defaults(async_save=True)
     options = parser.parse_args()
     if options.steps % TENTHS:
         parser.error(f"--steps must be a multiple of {TENTHS}")

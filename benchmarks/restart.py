@@ -30,9 +30,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local import gpt2
+
 DIES_IN = 5
-STEPS = 8
-LENGTH = 16
 PHASES = ("stop", "start", "import", "connect", "make", "plan", "load", "step")
 
 
@@ -56,30 +56,19 @@ def work(options: argparse.Namespace) -> None:
     note(options.folder, "start", started())
     import atexit
 
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+    from transformers import TrainerCallback
 
     import fold3d
 
     note(options.folder, "import")
     atexit.register(note, options.folder, "stop")
-    args = fold3d.TrainingArguments(
-        output_dir=f"{options.folder}/out",
-        dp=options.dp,
-        pp=options.pp,
-        weights="random",
+    args = gpt2.arguments(
+        options,
+        f"{options.folder}/out",
+        save_every=2,
         segments=options.segments,
-        dp_sync="zero1",
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=1,
         gradient_accumulation_steps=2 * options.pp,
-        save_strategy="steps",
-        save_steps=2,
-        async_save=options.async_save,
         resume="auto",
-        disable_tqdm=True,
-        report_to="none",
     )
     note(options.folder, "connect")
 
@@ -94,14 +83,7 @@ def work(options: argparse.Namespace) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             note(options.folder, "step")
 
-    config = GPT2Config(
-        n_layer=options.layers, n_embd=options.hidden, n_head=8, vocab_size=8192, n_positions=LENGTH, use_cache=False
-    )
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    ids = torch.randint(0, 8192, (64, LENGTH), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = fold3d.Trainer(model=model, args=args, train_dataset=data, callbacks=[Notes()])
+    trainer = fold3d.Trainer(model=gpt2.model(options), args=args, train_dataset=gpt2.samples(64), callbacks=[Notes()])
     note(options.folder, "make")
     # What waits to be loaded is loaded when the model has been cut: the last on this list notes that.
     trainer.engine.on_build.insert(0, lambda: note(options.folder, "plan"))
@@ -134,13 +116,8 @@ def phases(folder: Path) -> dict[str, float]:
 def main() -> None:
     """Prints the phases of one restart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
+    gpt2.add_options(parser, hidden=256, layers=8, steps=8)
     parser.add_argument("--segments", default="1")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--async-save", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder is not None:

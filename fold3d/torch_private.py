@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import weakref
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _autograd
 from torch.utils._python_dispatch import _pop_mode, _push_mode
@@ -50,6 +52,24 @@ class StorageLabels(Generic[T]):
 def in_backward() -> bool:
     """Returns whether the caller runs within a backward, such as where an activation checkpoint runs again."""
     return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def changing_stores(change: Callable[[Any, int, int], Any]) -> Iterator[None]:
+    """Within it `init_process_group` takes `change(store, rank, ranks)` in place of each store that it finds by an
+    address or a launcher's variables."""
+    module: Any = dist.distributed_c10d
+    usual = module.rendezvous
+
+    def rendezvous(*args: Any, **named: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, ranks in usual(*args, **named):
+            yield change(store, rank, ranks), rank, ranks
+
+    module.rendezvous = rendezvous
+    try:
+        yield
+    finally:
+        module.rendezvous = usual
 
 
 # -- activation checkpoints --

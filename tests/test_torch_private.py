@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, detach_variab
 from fold3d.torch_private import (
     Depth,
     StorageLabels,
+    changing_stores,
     checkpoint_around,
     follows_operations,
     functions_around,
@@ -52,6 +55,24 @@ def test_a_label_is_that_of_all_tensors_of_a_memory_and_goes_with_it() -> None:
     assert labels.values() == [1]
     del view
     assert labels.values() == []
+
+
+def test_a_store_is_changed_before_anybody_writes_into_it(tmp_path: Path) -> None:
+    found: list[tuple[dist.Store, int, int]] = []
+
+    def change(store: dist.Store, rank: int, ranks: int) -> dist.Store:
+        found.append((store, rank, ranks))
+        return dist.PrefixStore("own", store)
+
+    with changing_stores(change):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ((_, rank, ranks),) = found
+        dist.distributed_c10d._get_default_store().set("key", "value")
+        written = (tmp_path / "store").read_bytes()
+        assert (rank, ranks) == (0, 1) and written.count(b"/own/default_pg/") == written.count(b"default_pg/") > 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_backward_is_told_from_what_lies_around_it() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,6 +15,7 @@ from fold3d.checkpoint.names import tied_groups
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.parts import Parts
+from fold3d.weights.pretrained import PretrainedFolder
 
 FILE = "adapter_model.safetensors"
 
@@ -78,20 +78,14 @@ def load_adapters(files: AdapterFiles, targets: Mapping[str, Tensor], folder: Pa
         path = folder / file
         if not path.is_file():
             raise CheckpointError(f"{folder} has no {file}: it is not a checkpoint of this PeftModel")
-        try:
-            with safe_open(path, framework="pt", device="cpu") as source, torch.no_grad():
-                found = set(source.keys())
-                for key, name in names.items():
-                    if key not in found:
-                        raise CheckpointError(f"{path} does not hold {key}: it belongs to another adapter")
-                    if name not in targets:
-                        continue
-                    shape, whole = (
-                        tuple(source.get_slice(key).get_shape()),
-                        parts.whole_shape(name, targets[name].shape),
-                    )
-                    if shape != tuple(whole):
-                        raise CheckpointError(f"{path}: {key} has shape {shape}, but the model's has {tuple(whole)}")
-                    targets[name].copy_(parts.take(name, source.get_tensor(key)))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is cut short or damaged: {error}") from error
+        source = PretrainedFolder(path.parent, path.stem)
+        found = set(source.keys())
+        for key, name in names.items():
+            if key not in found:
+                raise CheckpointError(f"{path} does not hold {key}: it belongs to another adapter")
+            if name not in targets:
+                continue
+            shape, whole = source.shape(key), tuple(parts.whole_shape(name, targets[name].shape))
+            if shape != whole:
+                raise CheckpointError(f"{path}: {key} has shape {shape}, but the model's has {whole}")
+            source.read_into(key, targets[name], parts.shard_of(name), parts.rank)

@@ -6,73 +6,40 @@ fold3d.json. Versions of weights that later steps need are there, too: "NAME@1" 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from fold3d.checkpoint.delivery import Location
-from fold3d.checkpoint.regions import Entry
-from fold3d.checkpoint.safetensors_file import make_file
 from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.errors import CheckpointError
-from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts
-from fold3d.weights.safetensors_header import DTYPES, read_header
+from fold3d.weights.pretrained import PretrainedFolder
 
-FILE = "late_gradients.safetensors"
-
-
-class LateGradientsFiles:
-    """The file of one save, see `Files`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def make(self, entries: Mapping[str, Entry], notes: list[Any]) -> dict[str, Location]:
-        """Makes the file."""
-        return {name: Location(FILE, begin) for name, begin in make_file(self.folder / FILE, entries).items()}
-
-    def finish(self) -> None:
-        """It has its name: the folder has none yet."""
+STEM = "late_gradients"
 
 
-class LateGradientsFile:
-    """The file in a checkpoint."""
+def filling_late(folder: Path, parts: Parts) -> Callable[[str, Tensor], bool]:
+    """Returns what fills this rank's part of a parameter's gradient, or of a version of it, from a checkpoint, and
+    returns whether it is there; it raises CheckpointError for one of another shape.
 
-    def __init__(self, folder: Path, parts: Parts) -> None:
-        """Args:
-            parts: which part of each gradient is read.
-        Raises: CheckpointError for a file that is missing or damaged.
-        """
-        self._path, self._parts = folder / FILE, parts
-        try:
-            self._header = read_header(self._path)
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{self._path} is missing, cut short or damaged: {error}") from error
+    Args:
+        parts: which part of each gradient is read.
+    Raises: CheckpointError for a file that is missing or damaged.
+    """
+    source = PretrainedFolder(folder, STEM)
+    names = set(source.keys())
 
-    def fill(self, name: str, gradient: Tensor) -> bool:
-        """Fills this rank's part of a parameter's gradient, or a version of it; returns whether the file has one.
-
-        Raises: CheckpointError for one of another shape.
-        """
-        stored = self._header.get(name)
-        if stored is None:
+    def fill(name: str, gradient: Tensor) -> bool:
+        if name not in names:
             return False
         parameter = parameter_of(name)
-        whole = self._parts.whole_shape(parameter, gradient.shape)
-        if tuple(stored.shape) != whole:
+        whole, found = parts.whole_shape(parameter, gradient.shape), source.shape(name)
+        if found != whole:
             raise CheckpointError(
-                f"{self._path} belongs to another model: {name} has shape {tuple(stored.shape)} there, and {whole} here"
+                f"{folder} belongs to another model: the late gradient of {name} has shape {found}, and {whole} here"
             )
-        part = torch.empty(gradient.shape, dtype=DTYPES[stored.kind])
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            read_part(descriptor, stored.begin, part, self._parts.shard_of(parameter), self._parts.rank)
-        finally:
-            os.close(descriptor)
-        gradient.copy_(part)
+        source.read_into(name, gradient, parts.shard_of(parameter), parts.rank)
         return True
+
+    return fill

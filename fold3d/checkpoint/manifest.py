@@ -64,25 +64,9 @@ def step_index(folder: Path) -> int:
     raise CheckpointError(f"{folder} has neither {' nor '.join(_STEPS)}: it is not a Trainer checkpoint")
 
 
-def batch(folder: Path) -> int | None:
-    """Returns the samples of an optimizer step, over all replicas; None where the checkpoint does not say."""
-    path = folder / NAME
-    found: int | None = _load(path).get("batch") if path.is_file() else None
-    return found
-
-
-def late_settings(folder: Path) -> list[dict[str, Any]] | None:
-    """Returns what `write` was given."""
-    path = folder / NAME
-    found: list[dict[str, Any]] | None = _load(path).get("late_settings") if path.is_file() else None
-    return found
-
-
-def mesh(folder: Path) -> dict[str, int] | None:
-    """Returns what `write` was given."""
-    path = folder / NAME
-    found: dict[str, int] | None = _load(path).get("mesh") if path.is_file() else None
-    return found
+def said(folder: Path, name: str) -> Any:
+    """Returns what `write` was given as the argument `name`; None where the checkpoint does not say."""
+    return _load(folder / NAME).get(name) if (folder / NAME).is_file() else None
 
 
 def check(folder: Path) -> None:

@@ -7,10 +7,10 @@ indices in the order of the whole model's groups. A rank's optimizer numbers onl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.regions import Entry, Region, regions_of, regions_of_piece
 from fold3d.checkpoint.torch_file import TorchFile
 from fold3d.data_parallel.bucket import Piece, laid_out
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_memory import OnHost, host_memory
 from fold3d.data_parallel.optimizer.parameter_state import cut_state, like_parameter, shard_of_state
 from fold3d.data_parallel.optimizer.state import is_split
@@ -134,7 +135,7 @@ class OptimizerLayout:
         parts: Parts | None = None,
         *,
         on_host: bool = False,
-        keep: KeepsPieces | None = None,
+        keep: BucketwiseOptimizer | None = None,
     ) -> None:
         """Gives this rank's optimizer its part of the state in `path`, ours or the stock Trainer's.
 
@@ -225,17 +226,6 @@ def _as_loaded(key: str, value: Any, tensor: Tensor, groups: Any, index: int) ->
         return value
     policy: Any = Optimizer._process_value_according_to_param_policy
     return policy(tensor, value, index, groups, key)
-
-
-class KeepsPieces(Protocol):
-    """Who keeps the state of parts of parameters, on this replica."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the parameters, also those of which other replicas have all."""
-
-    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
-        """Puts the state that `read` returns, of a piece and what is stepped of it, in the place of its own."""
 
 
 class OptimizerFiles:

@@ -21,8 +21,7 @@ from fold3d.errors import CheckpointError
 from fold3d.weights import pretrained
 from fold3d.weights.parts import Parts
 
-FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEM = "model"
 MAX_SHARD_SIZE = "50GB"
 """The stock `save_pretrained` default."""
 _FILLING = ".tmp"
@@ -38,11 +37,16 @@ class WeightsFiles:
     def __init__(
         self,
         folder: Path,
+        stem: str = STEM,
         *,
         max_shard_size: int | str = MAX_SHARD_SIZE,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """`prepare` is called before the first file is made."""
+        """Args:
+        stem: of the files' names.
+        prepare: is called before the first file is made.
+        """
+        self._stem = stem
         self.folder, self._max_shard_size, self._prepare = folder, max_shard_size, prepare
         self._made: list[str] = []
         self._index: dict[str, Any] | None = None
@@ -51,13 +55,14 @@ class WeightsFiles:
         """Makes every file, under the name of its own that it has while it is filled."""
         shapes = {name: torch.empty(e.shape, dtype=e.dtype, device="meta") for name, e in entries.items()}
         split = split_torch_state_dict_into_shards(
-            shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=self._max_shard_size
+            shapes, filename_pattern=f"{self._stem}{{suffix}}.safetensors", max_shard_size=self._max_shard_size
         )
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.folder)
+        remove_unfinished(self.folder, self._stem)
         if self._prepare is not None:
             self._prepare()
-        self._made = list(split.filename_to_tensors)
+        files = split.filename_to_tensors or {f"{self._stem}.safetensors": []}
+        self._made = list(files)
         if split.is_sharded:
             total = sum(tensor.numel() for tensor in shapes.values())
             self._index = {
@@ -65,7 +70,7 @@ class WeightsFiles:
                 "weight_map": dict(split.tensor_to_filename),
             }
         locations: dict[str, Location] = {}
-        for file, names in split.filename_to_tensors.items():
+        for file, names in files.items():
             begins = make_file(self.folder / (file + _FILLING), {name: entries[name] for name in names})
             locations |= {name: Location(file + _FILLING, begin) for name, begin in begins.items()}
         return locations
@@ -74,19 +79,20 @@ class WeightsFiles:
         """Names the files, and removes weight files of an earlier save that are not part of this one."""
         for name in self._made:
             os.replace(self.folder / (name + _FILLING), self.folder / name)
-        index = self.folder / INDEX
+        file = f"{self._stem}.safetensors"
+        index = self.folder / f"{file}.index.json"
         if self._index is not None:
             index.write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
         else:
             index.unlink(missing_ok=True)
-        for path in [self.folder / FILE, *self.folder.glob("model-?????-of-?????.safetensors")]:
+        for path in [self.folder / file, *self.folder.glob(f"{self._stem}-?????-of-?????.safetensors")]:
             if path.name not in self._made:
                 path.unlink(missing_ok=True)
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path, stem: str = STEM) -> None:
     """Removes weight files that a save which failed, or was killed, has not completed."""
-    for path in folder.glob(f"model*.safetensors{_FILLING}"):
+    for path in folder.glob(f"{stem}*.safetensors{_FILLING}"):
         path.unlink(missing_ok=True)
 
 

@@ -278,12 +278,12 @@ class FailureBoard:
             self._learn(f"the job's store is gone: {self._keeper()}, has ended")
 
     def _keeper(self) -> str:
-        if _launcher_keeps_store():
+        if launcher_keeps_store():
             return f"the launcher on {os.environ.get('MASTER_ADDR', 'the first host')}, which keeps it"
         return f"{self._topology.describe(0)}, which keeps it"
 
     def _keeps_store(self) -> bool:
-        return self._topology.rank == 0 and not _launcher_keeps_store()
+        return self._topology.rank == 0 and not launcher_keeps_store()
 
     def _end_process(self, stack: str) -> None:
         rank = self._topology.describe(self._topology.rank)
@@ -317,5 +317,6 @@ def _own_connection(store: Any) -> Any:
     return own
 
 
-def _launcher_keeps_store() -> bool:
+def launcher_keeps_store() -> bool:
+    """Whether the job's store outlives its processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -82,7 +82,8 @@ class _Chain:
         return blockers
 
     def _absent(self, rank: int, report: Report) -> set[int]:
-        """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run."""
+        """Returns those that `rank` may meet and that have not come as far, or are elsewhere in the same run; where all
+        are there, those that wait with it, as one of them may meet somebody else that is not."""
         replica, stage, shard = self._topology.coordinates(rank)
         # In an action a rank meets other replicas, for their parameters, and the other shards of its stage.
         peers = {*self._topology.replicas(stage, shard), *self._topology.shards(replica, stage)}
@@ -90,11 +91,12 @@ class _Chain:
             peers.update(self._topology.replica(replica))
         peers &= set(self._reports)
         here = (report.run, report.action, report.doing)
-        return {
-            peer
+        others = {
+            peer: (other.run, other.action, other.doing) == here
             for peer, other in self._reports.items()
-            if peer in peers and other.run <= report.run and (other.run, other.action, other.doing) != here
+            if peer in peers and peer != rank and other.run <= report.run
         }
+        return {peer for peer, is_here in others.items() if not is_here} or set(others)
 
     @staticmethod
     def _receive(send: _C.Action) -> _C.Action:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from fold3d.checkpoint import last_committed, manifest
+from fold3d.comms.fresh_store import fresh_store
 from fold3d.config import (
     AUTO,
     BLOCKS,
@@ -25,10 +26,12 @@ from fold3d.config import (
     parse_tp_plan,
 )
 from fold3d.errors import ConfigError
+from fold3d.faults.failure import launcher_keeps_store
 from fold3d.faults.job import watch_job
 from fold3d.faults.uncaught import report_uncaught
 from fold3d.plan.resolve import FOLLOWED, followed, programs_of, resolve_auto
 from fold3d.topology import Topology
+from fold3d.torch_private import changing_stores
 from fold3d.trainer.other_device import other_device
 from fold3d.trainer.reader import refuse_stock_trainer
 from fold3d.trainer.refused import refuse_unsupported
@@ -194,7 +197,11 @@ class TrainingArguments(transformers.TrainingArguments):
         if world_size > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # accelerate sees only one process on a machine without accelerator unless told so
         takes_other = world_size > 1 and not self.use_cpu
-        with other_device(float(self.ddp_timeout)) if takes_other else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if launcher_keeps_store():
+                stack.enter_context(changing_stores(fresh_store))
+            if takes_other:
+                stack.enter_context(other_device(float(self.ddp_timeout)))
             super().__post_init__()  # type: ignore[no-untyped-call]
             found = self.world_size
         dp = found if config.is_open else config.resolve_dp(found)
@@ -293,7 +300,7 @@ class TrainingArguments(transformers.TrainingArguments):
         Raises: ConfigError when no number does.
         """
         last = None if self.output_dir is None else last_committed(self.output_dir)
-        batch = None if last is None else manifest.batch(last)
+        batch = None if last is None else manifest.said(last, "batch")
         if batch is None:
             return
         if self.global_batch_size is not None:

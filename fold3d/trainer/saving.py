@@ -26,16 +26,16 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils import logging as hf_logging
 
 from fold3d.checkpoint import (
+    LATE_GRADIENTS,
     Background,
     CheckpointFolder,
     Delivery,
-    LateGradientsFile,
-    LateGradientsFiles,
     OptimizerFiles,
     OptimizerLayout,
     Part,
     WeightsFiles,
     adapter_files,
+    filling_late,
     has_adapters,
     last_committed,
     load_adapters,
@@ -492,9 +492,10 @@ class CheckpointingTrainer(transformers.Trainer):
             groups = copy.deepcopy(optimizer.state_dict()["param_groups"])  # schedules change them
         self._background.to_files(everywhere, rest, OptimizerFiles(folder, self.layout, groups), own)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
-            if (scaler := self.accelerator.scaler) is not None:
-                torch.save(scaler.state_dict(), folder / SCALER)
+            small = {SCHEDULER: self.lr_scheduler, SCALER: self.accelerator.scaler}
+            for name, one in ((name, one) for name, one in small.items() if one is not None):
+                with open(folder / name, "wb") as file:  # given a path, torch says of any error that there is no folder
+                    torch.save(one.state_dict(), file)
 
     def _collect_late_gradients(self, folder: Path) -> list[dict[str, Any]] | None:
         """Notes what gradient_delay=1 keeps for later steps; returns the settings it will be taken with."""
@@ -509,7 +510,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 if parameter_of(name) in primary
                 for region in regions_of(name, gradient, parts.shard_of(parameter_of(name)), parts.rank)
             ]
-            self._background.to_files(own, None, LateGradientsFiles(folder))
+            self._background.to_files(own, None, WeightsFiles(folder, LATE_GRADIENTS))
         return settings
 
     # Loading
@@ -518,7 +519,7 @@ class CheckpointingTrainer(transformers.Trainer):
         folder = Path(resume_from_checkpoint)
         with self._together(f"loading {folder}"):
             manifest.check(folder)
-            check_late(manifest.late_settings(folder), self.engine.config)
+            check_late(manifest.said(folder, "late_settings"), self.engine.config)
         if not self.engine.is_built:
             self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
             self.engine.resume_at(manifest.step_index(folder))  # the first micro-batch draws before the model is cut
@@ -576,10 +577,9 @@ class CheckpointingTrainer(transformers.Trainer):
             )
             with reading(schedule):
                 self.lr_scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
-            late_settings = manifest.late_settings(Path(checkpoint))
+            late_settings = manifest.said(Path(checkpoint), "late_settings")
             if late_settings is not None:
-                file = LateGradientsFile(Path(checkpoint), self.engine.parts)
-                self.engine.load_late_gradients(late_settings, file.fill)
+                self.engine.load_late_gradients(late_settings, filling_late(Path(checkpoint), self.engine.parts))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -228,7 +228,7 @@ class Trainer(SearchingTrainer):
             autocast=self.accelerator.autocast,
             compile_options=self._compile_options(),
         )
-        args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.mesh(last))))
+        args.settle(decide_mesh(asked, None if last is None else Decision.of(manifest.said(last, "mesh"))))
         self._train_batch_size = args.train_batch_size
         ReplicaAccelerator.adopt(self.accelerator, self._topology())
 

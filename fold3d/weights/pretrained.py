@@ -97,8 +97,6 @@ def conversions(model: nn.Module, keys: Iterable[str]) -> list[Conversion]:
     return list(found.values())
 
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _PEFT = "base_model.model."
 """What PEFT puts before all names."""
 
@@ -109,8 +107,12 @@ class PretrainedFolder:
     Raises: CheckpointError if there is neither, or if a file is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder)
+    def __init__(self, folder: str | Path, stem: str = "model") -> None:
+        """Args:
+        stem: of the files' names.
+        """
+        self.path, self._single = Path(folder), f"{stem}.safetensors"
+        self._index = f"{self._single}.index.json"
         self._headers: dict[str, dict[str, Stored]] = {}
         self._files = self._read_index()
 
@@ -204,11 +206,11 @@ class PretrainedFolder:
         if file not in self._headers:
             self._headers[file] = _header(self.path / file)
         if key not in self._headers[file]:
-            raise CheckpointError(f"{self.path}: {_INDEX} says that {file} holds {key}, which it does not")
+            raise CheckpointError(f"{self.path}: {self._index} says that {file} holds {key}, which it does not")
         return self._headers[file][key]
 
     def _read_index(self) -> dict[str, str]:
-        index = self.path / _INDEX
+        index = self.path / self._index
         if index.is_file():
             try:
                 files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
@@ -216,16 +218,16 @@ class PretrainedFolder:
                 raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
             missing = sorted({file for file in files.values() if not (self.path / file).is_file()})
             if missing:
-                raise CheckpointError(f"{self.path}: {_INDEX} names {missing[0]}, which is not there")
+                raise CheckpointError(f"{self.path}: {self._index} names {missing[0]}, which is not there")
             return files
-        single = self.path / _SINGLE
+        single = self.path / self._single
         if not single.is_file():
             raise CheckpointError(
-                f"{self.path} has neither {_SINGLE} nor {_INDEX}; pass a folder written by save_pretrained "
+                f"{self.path} has neither {self._single} nor {self._index}; pass a folder written by save_pretrained "
                 "(weights in the .bin format must be saved again as safetensors)"
             )
-        self._headers[_SINGLE] = _header(single)
-        return dict.fromkeys(self._headers[_SINGLE], _SINGLE)
+        self._headers[self._single] = _header(single)
+        return dict.fromkeys(self._headers[self._single], self._single)
 
 
 def load(

@@ -83,6 +83,9 @@ def test_the_chain_goes_through_collectives() -> None:
     met = doing("the norm", meets=True)
     assert late(1, 4, 0, [met, met, met, doing("")]) == [3]
     assert late(1, 4, 0, [met, met, met, met]) == []
+    compared = doing("comparing what callbacks want of the training", meets=True)
+    for rank in (0, 1, 2):  # rank 0 meets rank 3 by way of others only
+        assert late(2, 2, rank, [compared, compared, compared, doing("training")]) == [3]
 
 
 def test_the_chain_goes_through_gates() -> None:

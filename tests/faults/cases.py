@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+_LONG = {"async_save": True, "save_steps": 3, "eval_strategy": "no", "max_steps": 15}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "dp_sync": "zero1", "async_save": True},
     "pp2": {"pp": 2},
@@ -15,11 +16,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 late": {"dp": 2, "gradient_delay": 1},
     "dp2 early": {"dp": 2, "dp_sync": "early"},
     "pp2 planned": {"pp": 2, "segments": "auto", "async_save": True},
+    "dp2 pp2 long": {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "zero1"} | _LONG,
+    "pp2 long": {"pp": 2, "gradient_accumulation_steps": 4} | _LONG,
+    "pp2 saves": {"pp": 2} | _LONG | {"async_save": False, "save_steps": 1},
 }
+_SHORT = tuple(name for name, settings in LAYOUTS.items() if "max_steps" not in settings)
 
-ENDS, GOES_ON, IS_PREEMPTED, IS_PASSED_OVER, IS_REFUSED = "ends", "goes on", "is preempted", "is passed over", "refused"
+ENDS, GOES_ON, IS_PREEMPTED, SPREADS = "ends", "goes on", "is preempted", "spreads"
+IS_PASSED_OVER, IS_REFUSED = "is passed over", "refused"
 """What must come of a fault: the job ends with a named error and resumes identically; goes on identically; saves, ends
-and resumes identically; resumes from the checkpoint before; is told that the checkpoint cannot be resumed."""
+and resumes identically; goes on with nothing but NaN in the weights of all ranks, as one process would, and resumes
+identically from a checkpoint before; resumes from the checkpoint before; is told that it cannot be resumed."""
 
 KINDS: dict[str, tuple[str, str]] = {
     "raise": (ENDS, r"ZeroDivisionError: broken in "),
@@ -37,6 +44,11 @@ KINDS: dict[str, tuple[str, str]] = {
     "full disk": (ENDS, r"do not fit"),
     "file limit": (ENDS, r"File too large"),
     "blocked folder": (ENDS, r"Not a directory|NotADirectoryError"),
+    "read-only folder": (ENDS, r"Permission denied|PermissionError"),
+    "store dead": (ENDS, r"the job's store"),
+    "message corrupted": (ENDS, r"rank \d"),
+    "link slow": (GOES_ON, ""),
+    "NaN": (SPREADS, ""),
     "worker killed": (ENDS, r"DataLoader worker .* (is killed|exited unexpectedly)"),
     "SIGTERM": (IS_PREEMPTED, ""),
     "SIGUSR1": (IS_PREEMPTED, ""),
@@ -68,12 +80,21 @@ MOMENTS = (
     *("forward", "backward", "sums", "norm", "update", "gather", "barrier", "callback", "evaluation", "saving"),
     *("writing", "loading", "end"),
 )
-AT_ONCE = ("import", "connecting", *MOMENTS[2:8], "loading", "writing", "end")
+EVENTS = ("on_train_begin", "on_substep_end", "on_log", "on_evaluate", "on_save", "on_epoch_end")
+"""Moments in callbacks of the user's, besides those above."""
+RANDOM, RANDOM_MOMENTS = "random", 30
+"""Of the moments that chance chooses the first word, and how many there are."""
+AT_ONCE = (
+    *("import", "connecting", *MOMENTS[2:8], "loading", "writing", "end"),
+    *("on_train_begin", "on_epoch_end", "on_save"),
+)
 """Those that a training comes by once, whose first time counts, or that know their step themselves."""
-ENDS_A_STEP = ("evaluation", "saving", "callback", "gather")
+ENDS_A_STEP = ("evaluation", "saving", "callback", "gather", "on_substep_end", "on_log", "on_evaluate")
 """Those that belong to the end of a step."""
 OTHERS = ("raise", "out of memory", "exit", "SIGKILL", "SIGSTOP", "link down", "pause", "slow", "clock jump", "fork")
 """Kinds that can happen at any moment."""
+ALL = -1
+"""In the place of a rank: the fault happens on each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +105,15 @@ class Case:
     moment: str
     layout: str
     rank: int
+    """Or ALL."""
+    again: str = ""
+    """Layout of the training that goes on, where it is another one."""
 
     @property
     def name(self) -> str:
         """Returns what a test calls it."""
-        return f"{self.kind}-{self.moment}-{self.layout}-rank {self.rank}".replace(" ", "_")
+        rank = "all ranks" if self.rank == ALL else f"rank {self.rank}"
+        return f"{self.kind}-{self.moment}-{self.layout}-{rank}".replace(" ", "_")
 
     @property
     def outcome(self) -> str:
@@ -135,7 +160,7 @@ def _of_all_moments() -> Iterator[Case]:
     turn = itertools.count()
     for kind, moment in itertools.product(OTHERS, MOMENTS):
         number = next(turn) + OTHERS.index(kind)
-        turns = itertools.islice(itertools.cycle(LAYOUTS), number % len(LAYOUTS), number % len(LAYOUTS) + len(LAYOUTS))
+        turns = itertools.islice(itertools.cycle(_SHORT), number % len(_SHORT), number % len(_SHORT) + len(_SHORT))
         layout = next((name for name in turns if _makes_sense(kind, moment, name)), None)
         if layout is not None:
             rank = 0 if moment == "planning" else (number // 2) % world_of(layout)  # rank 0 alone plans
@@ -149,6 +174,8 @@ def _of_saving() -> Iterator[Case]:
         yield Case(kind="blocked folder", moment="callback", layout=layout, rank=0)
         yield Case(kind="file limit", moment="saving", layout=layout, rank=0)
         yield Case(kind="file limit", moment="writing", layout=layout, rank=last)
+        yield Case(kind="read-only folder", moment="saving", layout=layout, rank=0)
+        yield Case(kind="read-only folder", moment="writing", layout=layout, rank=last)
 
 
 def _of_signals() -> Iterator[Case]:
@@ -157,6 +184,9 @@ def _of_signals() -> Iterator[Case]:
     ):
         layout = ("dp2", "pp2", "dp2 pp2", "tp2")[number % 4]
         yield Case(kind=kind, moment=moment, layout=layout, rank=number % world_of(layout))
+    for number, moment in enumerate(("forward", "evaluation", "saving", "writing", "callback")):
+        for layout in ("dp2", "pp2", "dp2 pp2", "tp2")[number % 2 :: 2]:
+            yield Case(kind="SIGTERM", moment=moment, layout=layout, rank=ALL)
 
 
 def _of_checkpoints() -> Iterator[Case]:
@@ -176,14 +206,31 @@ def _of_others() -> Iterator[Case]:
         yield Case(kind="busy", moment="cutting", layout=layout, rank=0)
     for layout in ("dp2", "pp2"):
         yield Case(kind="worker killed", moment="data", layout=layout, rank=1)
-    for layout, kind in itertools.product(LAYOUTS, ("SIGKILL", "raise")):  # where most of the time goes
+    for number, event in enumerate(EVENTS):
+        layout = tuple(LAYOUTS)[number % 4]
+        yield Case(kind="raise", moment=event, layout=layout, rank=world_of(layout) - 1)
+    for layout, moment in (("dp2", "sums"), ("pp2", "forward"), ("tp2", "backward"), ("dp2 pp2", "norm")):
+        yield Case(kind="link slow", moment=moment, layout=layout, rank=1)
+        yield Case(kind="message corrupted", moment=moment, layout=layout, rank=1)
+    for layout in ("dp2", "pp2", "tp2", "dp2 pp2", "dp2 late", "dp2 early"):
+        yield Case(kind="NaN", moment="backward", layout=layout, rank=world_of(layout) - 1)
+    for layout, moment in (("dp2", "forward"), ("pp2", "evaluation"), ("tp2", "callback"), ("dp2 pp2", "writing")):
+        yield Case(kind="store dead", moment=moment, layout=layout, rank=0)
+    for layout, kind in itertools.product(_SHORT, ("SIGKILL", "raise")):  # where most of the time goes
         yield Case(kind=kind, moment="forward", layout=layout, rank=0)
         yield Case(kind=kind, moment="backward", layout=layout, rank=world_of(layout) - 1)
 
 
+def _of_random_moments() -> Iterator[Case]:
+    for number in range(RANDOM_MOMENTS):
+        again = "pp2 long" if number % 3 == 2 else ""
+        yield Case(kind="SIGKILL", moment=f"{RANDOM} {number:02}", layout="dp2 pp2 long", rank=number % 4, again=again)
+        yield Case(kind="SIGTERM", moment=f"{RANDOM} {number:02}", layout="pp2 saves", rank=ALL)
+
+
 def cases() -> list[Case]:
     """Returns all of them, each once."""
-    every = (_of_all_moments(), _of_saving(), _of_signals(), _of_checkpoints(), _of_others())
+    every = (_of_all_moments(), _of_saving(), _of_signals(), _of_checkpoints(), _of_others(), _of_random_moments())
     return list(dict.fromkeys(itertools.chain.from_iterable(every)))
 
 

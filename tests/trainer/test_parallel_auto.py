@@ -73,7 +73,7 @@ def test_the_decision_is_kept_with_the_checkpoint(ranks: RankPool, tmp_path: Pat
     job = job_in(tmp_path, arguments=saving)
     whole = ranks.run(run_fold3d, 4, job, AUTO | {"pp": 2}, timeout=180)[0]
     last = tmp_path / "checkpoint-2"
-    assert manifest.mesh(last) == whole.extra
+    assert manifest.said(last, "mesh") == whole.extra
     other = dict(whole.extra, micro_batches=16 // whole.extra["dp"], samples=1)  # to be told from a new one
     manifest.write(last, step_index=2, batch=16, mesh=other)
     for processes, expected in ((4, other), (2, None)):
