@@ -277,8 +277,8 @@ class ParallelConfig:
         "what it said the step before); predict (gradients are those of the weights that the next update would give).",
     )
     """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
-    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of
-    2 W(t) - W(t-1); one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
+    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of W(t) and what
+    the last update has added; one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Layers' gradients are summed together until they have so many bytes, such as 4MiB. Default: the planner's "
