@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,12 +83,19 @@ class BuildRequest:
     """To which gradients are clipped, where the engine does."""
     compile_options: Mapping[str, Any] | None = None
     """Of torch.compile, for each block; None: blocks are not compiled."""
+    trained_later: Callable[[], Collection[str]] = tuple
+    """Returns names of parameters that may be trained although they are frozen when the model is cut."""
 
     @property
     def plans(self) -> bool:
         """Whether the planner decides anything."""
         limited = memory_limit(self.config, self.device) is not None
         return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the model may be cut into several chunks."""
+        return self.config.pp > 1 or self.constraints.segments != 1
 
     @property
     def records(self) -> bool:
@@ -202,7 +209,8 @@ def _record(
             if first is not None:
                 reads = Reads(model)
                 with reads if order.topology.pp * order.topology.tp > 1 else nullcontext():
-                    begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
+                    given = (model, config, first.function, dict(inputs), order.device, first.key)
+                    begun = begin_loss(*given, may_cut=order.may_cut)
                 undo.callback(begun.let_go)
                 found = replace(found, begun=begun, read=frozenset(reads.parameters))
                 example = _arguments(order, begun) if example is None else example
@@ -308,7 +316,9 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
         of_all |= layout_of(layout, cut.placement, sharding)
         least, tp_rank = strategy.bucket_bytes, cut.parts.rank
-        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
+        later = order.trained_later()
+        trained = {name: p for name, p in cut.parameters.items() if p.requires_grad or name in later}
+        buckets = bucket_layout(trained, cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
     number = agree(world, next(_numbers), None)
     # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
     may_change = found.constraints.schedule is None and found.constraints.group_size is None
