@@ -95,7 +95,8 @@ class FlushingHandler(CallbackHandler):
             names = {type(c).__name__ for c in self.callbacks if _implements(c, event)}
             raise ConfigError(
                 f"{', '.join(sorted(names))}.on_substep_end has written or frozen weights, between two micro-batches "
-                "of a step, and here the event comes before all of them are computed: do it in on_step_begin or on_step_end"
+                "of a step, and here the event comes before all of them are computed: do it in on_step_begin, or "
+                "on_step_end"
             )
         self.flags.follow(event, control, state.global_step, acts_within=self._acts_within)
         return control
