@@ -57,7 +57,7 @@ class StateInParts(defaultdict[Tensor, dict[str, Any]]):
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())  # a copy of the optimizer is without replicas
 
-    def copy(self) -> defaultdict[Tensor, dict[str, Any]]:
+    def copy(self) -> Any:
         """Returns a plain one."""
         return defaultdict(dict, self.items())
 
