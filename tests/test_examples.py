@@ -90,7 +90,7 @@ def test_the_demo_in_twenty_steps(tmp_path: Path) -> None:
     command = make.stdout.replace("\\\n", " ").splitlines()[-1]
     assert "torchrun" in command and str(tmp_path) in command, make.stdout + make.stderr
     command += " --max_steps 20 --warmup_steps 2 --logging_steps 5 --timeline 10"
-    command += " --gradient_accumulation_steps 4 --eval_sequences 16"
+    command += " --gradient_accumulation_steps 4 --eval_sequences 16 --hidden 160 --layers 4 --vocabulary 1024"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(text) for text in re.findall(r"step \d+/20  loss (\S+)", done.stdout)]

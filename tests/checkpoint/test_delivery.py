@@ -86,7 +86,7 @@ def save(folder: str, dp: int, is_shared: bool) -> int:
     return written
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_parts_of_all_ranks_become_whole(ranks: RankPool, tmp_path: Path, dp: int, pp: int, is_shared: bool) -> None:

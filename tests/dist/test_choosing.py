@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SEEDS = [1, 2, 3]
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("evaluates", [False, True], ids=["", "evaluates"])
 @pytest.mark.parametrize("kind", jobs.KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -73,7 +73,7 @@ def compare(way: str, layout: dict[str, Any], on_meta: bool = False) -> list[flo
 ONE = [{"segments": 1}, {"segments": 2}, {"segments": 4, "recompute": True}, {"segments": 1, "recompute": True}]
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", ONE, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_on_one_process(way: str, layout: dict[str, Any]) -> None:

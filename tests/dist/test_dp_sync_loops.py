@@ -70,7 +70,6 @@ def test_the_optimizer_moves_to_another_engine(ranks: RankPool, dp_sync: str) ->
         assert_close(moved, expected)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, 2.0**17)], ids=str
 )

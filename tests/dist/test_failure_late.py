@@ -35,7 +35,6 @@ def test_a_backward_that_takes_longer_than_the_limit_is_no_failure(ranks: RankPo
     check_that_it_goes_on(ranks.run(train, 2, [COMPUTE, COMPUTE + SKEW], dp=2, dp_sync=dp_sync, timeout=RUN))
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("computed", [0.0, COMPUTE], ids=["at once", "after computing for longer than the limit"])
 def test_a_replica_that_hangs_is_named_within_the_limit(ranks: RankPool, computed: float) -> None:
     found = ranks.run(train, 2, [computed, computed + HANG], dp=2, dp_sync="zero1", timeout=RUN)

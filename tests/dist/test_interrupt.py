@@ -32,7 +32,6 @@ def run(place: str, what: str, rank: int) -> tuple[LaunchResult, list[float], li
     return result, [one.seconds - (pressed - start) for one in result], said
 
 
-@pytest.mark.gate
 @pytest.mark.dist
 def test_ctrl_c_ends_all_ranks_that_wait_for_one() -> None:
     """As from a terminal: all get it. Rank 2 computes for long, the others are in waits of C++.

@@ -63,7 +63,6 @@ def test_the_numbers_are_those_of_one_process(ranks: RankPool, case: Case) -> No
         assert (stepped, measured) == (0, 0)
 
 
-@pytest.mark.gate
 def test_zero1_and_early_have_the_same_bits(ranks: RankPool) -> None:
     case = Case(dp=2, m=2, dtype="float32", kernels="fold3d")
     early, zero1 = (

@@ -149,7 +149,7 @@ def assert_is(ours: Result, wanted: Result, *, weights: float = 1e-12, norms: fl
         )
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("layout", "family"), PAIRS)
 def test_twenty_steps_are_the_recursion(ranks: RankPool, layout: str, family: str) -> None:
     case = replace(LAYOUTS[layout], family=family)
@@ -168,7 +168,6 @@ def test_narrow_numbers_are_alike_in_both_ways(ranks: RankPool, dtype: str) -> N
     assert_same_bits(runs["early"][0], runs["zero1"][0])
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", ["early", "zero1", "pipeline", "shards"])
 def test_evaluations_and_states_change_no_bit(ranks: RankPool, layout: str) -> None:
     case = LAYOUTS[layout]
@@ -215,7 +214,6 @@ def fit(
     return norms, weights
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("way", ["early", "zero1"])
 def test_checkpoints_of_the_trainer(ranks: RankPool, tmp_path: Path, way: str) -> None:
     """Saved and evaluated every three steps, and resumed: the same bits; in another layout to rounding."""

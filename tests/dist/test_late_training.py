@@ -34,7 +34,7 @@ def trained(layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     return norms, state
 
 
-@pytest.mark.gate
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=str)
 def test_frozen_at_first(ranks: RankPool, layout: dict[str, Any]) -> None:
     alone = ranks.run(trained, 1, {})[0]

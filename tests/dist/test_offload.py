@@ -77,7 +77,6 @@ def train(case: Case) -> Trained:
         return trained
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_to_the_bit(ranks: RankPool, case: Case) -> None:
     if case.through == "trainer":

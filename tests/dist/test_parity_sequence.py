@@ -225,7 +225,6 @@ ASKED = [
 ]
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("ask", "cut"), ASKED, ids=str)
 def test_code_between_blocks_that_reads_only_when_asked(ranks: RankPool, ask: str, cut: dict[str, Any]) -> None:
     """Nothing said so when the model was recorded, and its blocks were given parts of hidden states."""

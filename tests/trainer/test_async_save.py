@@ -136,6 +136,7 @@ def test_it_begins_anew_where_there_is_nothing(tmp_path: Path) -> None:
     assert run_fold3d(job, {}).column("step") == [1, 2, 2]
 
 
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("more", [{"max_steps": 3}, {"num_train_epochs": 2, "save_strategy": "epoch"}])
 def test_what_is_done_is_not_trained_again(tmp_path: Path, more: dict[str, Any]) -> None:
     """No step is left: the same command ends with the same weights, to which an update was still to come."""

@@ -59,7 +59,6 @@ class Short(Variant):
         return trainer._train_batch_size, trainer.state.train_batch_size
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "processes, layout",
     [

@@ -194,7 +194,6 @@ def test_zero1_resumes_what_others_wrote(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("manifest", [True, False])
 def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path, file: str, manifest: bool) -> None:
@@ -237,7 +236,6 @@ def outcome_of(job: Job, layout: dict[str, Any]) -> str:
     return "no error"
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_save_that_fails_leaves_nothing(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
     """An asynchronous one fails at the end of a later step, and the checkpoint before stays."""

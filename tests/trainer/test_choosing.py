@@ -70,7 +70,6 @@ def train(folder: str, modules: int, total: int, layout: dict[str, Any] | None) 
     return norms, {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "pp": 2, "segments": 1}], ids=["dp2", "dp2-pp2"])
 @pytest.mark.parametrize("modules", [1, 2], ids=["a branch", "two heads"])
 def test_equals_the_stock_trainer(ranks: RankPool, tmp_path: Any, modules: int, layout: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.gate(cases=2)
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda one: str(one))
 def test_as_the_stock_trainer(ranks: RankPool, tmp_path: Any, processes: int, layout: dict[str, Any]) -> None:
     """Every process counts, draws and logs what the stock Trainer does; also what the last stage alone has seen."""

@@ -50,7 +50,6 @@ class OwnLoss(Variant):
         return Trainer
 
 
-@pytest.mark.gate
 def test_compute_loss_override(ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"per_device_train_batch_size": 4}  # no micro-batch without labels: its mean is not a number
     against_stock(ranks, tmp_path, OwnLoss(), arguments=arguments, metrics=True)
@@ -438,7 +437,6 @@ def test_group_size_larger_than_the_last_step(ranks: RankPool, tmp_path: Path) -
     assert_same(ranks.run(run_fold3d, 2, job, layout)[0], run_stock(job), 1e-10)
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_input_token_count_and_flops(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
     arguments = {"include_num_input_tokens_seen": "non_padding"}

@@ -149,7 +149,6 @@ def plain(outcome: Outcome) -> Outcome:
     return replace(outcome, weights={n: v for n, v in outcome.weights.items() if "base_layer" not in n})
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("kind", ["4bit", "8bit", "torchao"])
 def test_each_rank_quantises_its_own_layers(ranks: RankPool, tmp_path: Path, base: Path, kind: str) -> None:
     """The numbers are those of one process that began in the same way."""

@@ -58,7 +58,6 @@ def stock(case: str, folder: str) -> jobs.Outcome:
     return jobs.run_stock(Job(folder, **CASES[case]))
 
 
-@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize("case, layout", [*itertools.product(CASES, LAYOUTS), ("smoothed", {"tp": 4})], ids=str)
 def test_as_the_stock_trainer(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, case: str, layout: dict[str, Any]
