@@ -54,6 +54,7 @@ from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.batches import part_of, samples_of
+from fold3d.trace.compound import is_compound
 from fold3d.trace.shadow import shared_shadows
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.pretrained import check_folder as check_weights
@@ -317,7 +318,8 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
         of_all |= layout_of(layout, cut.placement, sharding)
         least, tp_rank = strategy.bucket_bytes, cut.parts.rank
         later = order.trained_later()
-        trained = {name: p for name, p in cut.parameters.items() if p.requires_grad or name in later}
+        may_be = {n for n, p in cut.parameters.items() if n in later and p.is_floating_point() and not is_compound(p)}
+        trained = {name: p for name, p in cut.parameters.items() if p.requires_grad or name in may_be}
         buckets = bucket_layout(trained, cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
     number = agree(world, next(_numbers), None)
     # What the user has fixed stays fixed, so a schedule of theirs is never exchanged.
