@@ -281,8 +281,8 @@ class ParallelConfig:
         "before); predict (gradients at the weights that the next update would give).",
     )
     """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
-    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of
-    2 W(t) - W(t-1); one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
+    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of W(t) and what
+    the last update has added; one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Least bytes of a bucket of gradients, such as 4MiB; 0: a bucket per layer. Default: the planner's choice, "

@@ -392,13 +392,8 @@ class DpSync(GradientSync):
         if self._optimizer is not None:
             self._optimizer.check_state_is_whole()
 
-    def release_state(self) -> None:
-        """Drops what `collect_state` put together."""
-        if self._optimizer is not None:
-            self._optimizer.release_state()
-
     def split_state(self) -> None:
-        """Keeps this rank's part of a state that was loaded whole into the optimizer."""
+        """Keeps this rank's part of a state that was loaded, or put together and changed, whole in the optimizer."""
         if self._optimizer is not None:
             self._optimizer.split_state()
 
@@ -408,8 +403,8 @@ class DpSync(GradientSync):
             if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed:
                 raise ConfigError(
                     f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
-                    "summed over the replicas. Let it be trainable in the first step (it may be frozen later), or go "
-                    "on with a new Engine or Trainer after unfreezing"
+                    "summed over the replicas. Let it be trainable in the first step (it may be frozen later), give it "
+                    "to the Trainer's optimizer before that, or go on with a new Engine or Trainer after unfreezing"
                 )
 
     # Inside

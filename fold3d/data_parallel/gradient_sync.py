@@ -77,9 +77,6 @@ class GradientSync:
     def collect_state(self) -> None:
         """Makes the optimizer's state whole on this rank; all replicas call."""
 
-    def release_state(self) -> None:
-        """Undoes `collect_state`."""
-
     @property
     def keeps_pieces(self) -> BucketwiseOptimizer | None:
         """Who keeps this replica's part of the optimizer's state of what the replicas step in parts; None: nobody."""
@@ -92,7 +89,7 @@ class GradientSync:
         """The optimizer's state is about to be read. Raises ConfigError when it is not whole."""
 
     def split_state(self) -> None:
-        """A whole state was loaded into the optimizer."""
+        """The whole state is in the optimizer: it was loaded, or collected and perhaps changed."""
 
     def take_records(self) -> list[RawRecord]:
         """Returns transfers and waits since the last call."""

@@ -44,8 +44,10 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         for position, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
-                hook = self._hook(position, bucket, index)
+                hook, is_trained = self._hook(position, bucket, index), parameter.requires_grad
+                parameter.requires_grad_(True)  # torch hooks no frozen one, which may be trained later
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(is_trained)
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, hold: bool) -> None:
         """Starts a step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -79,6 +79,8 @@ class Engine(state.WholeState):
         optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
         compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}, not with tp;
             None: blocks are not compiled.
+        trained_later: returns names of parameters that may be trained although they are frozen when the model is cut,
+            such as an adapter that is not switched on; asked then. With several replicas others cannot be, later.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
         model, on every rank, when any rank fails.
@@ -98,6 +100,7 @@ class Engine(state.WholeState):
         device: torch.device | None = None,
         optimizer_like: Callable[[list[Parameter]], Optimizer] | None = None,
         compile_options: Mapping[str, Any] | None = None,
+        trained_later: Callable[[], Collection[str]] = tuple,
     ):
         config = followed(config)
         check_arguments(config, max_grad_norm, optimizer, autocast, scaler)
@@ -157,6 +160,7 @@ class Engine(state.WholeState):
             weights=weights,
             max_grad_norm=max_grad_norm,
             compile_options=compile_options,
+            trained_later=trained_later,
         )
         self._supervisor = supervisor_of_engine(self.topology, config.silence_seconds)
         self._world: WorldGroup | None = None

@@ -171,13 +171,14 @@ class WholeState(ABC):
 
     @contextlib.contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Weights are up to date and the optimizer's state is whole on this rank in the body; all ranks run it."""
+        """Weights are up to date and the optimizer's state is whole on this rank in the body, which may change it, on
+        all replicas alike; all ranks run it."""
         sync = self._built().sync
         sync.collect_state()
         try:
             yield
         finally:
-            sync.release_state()
+            sync.split_state()
 
     @contextlib.contextmanager
     def own_optimizer_state(self) -> Iterator[list[tuple[Piece, dict[str, Any]]]]:
@@ -208,7 +209,8 @@ class WholeState(ABC):
                 gradient.copy_(rank.cut.parts.take(parameter_of(name), late[name]))
             return name in late
 
-        load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
+        with contextlib.nullcontext() if self.keeps_pieces is None else self.keeps_pieces.opened_state():
+            load(rank.cut, self.optimizer, full, on_host=self.config.offload_optimizer)
         rank.sync.split_state()
         self.load_late_gradients(settings, fill)
         self.step_index = int(full["step_index"])

@@ -87,9 +87,15 @@ def begin_loss(
     inputs: dict[str, Any],
     device: torch.device,
     key: DropoutKey | None,
+    *,
+    may_cut: bool,
 ) -> LossRun:
     """Returns the run of a loss function with the first micro-batch, which rests where it calls the model; over, where
-    it does not. Raises: whatever `function` raises."""
+    it does not. Raises: whatever `function` raises.
+
+    Args:
+        may_cut: whether the model may be cut: other runs begin before this one is over.
+    """
     try:
         # Which modules a graph is cut between is not known before it is recorded: it is the model that is called.
         blocks = [] if config.partition == GRAPH else find_blocks(model, config.blocks, config.partition)
@@ -97,7 +103,7 @@ def begin_loss(
         blocks = []
     loss = loss_run(function, model, inputs)
     with torch.set_grad_enabled(key is not None):
-        loss.begin(model, ancestors(blocks), device, key, ModelState(model))
+        loss.begin(model, ancestors(blocks), device, key, ModelState(model, may_cut=may_cut))
     return loss
 
 

@@ -369,8 +369,11 @@ class ModelState:
         namespaces: the attributes of its modules, and of objects that are attributes there, such as `config`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
+    def __init__(self, model: nn.Module, *, may_cut: bool = True) -> None:
+        """Args:
+        may_cut: whether the model is cut, or may be: other micro-batches begin before one is over.
+        """
+        self._parameters = list(model.parameters()) if may_cut else []
         self.namespaces: list[Namespace] = []
         seen: set[int] = set()
         for module in model.modules():
@@ -436,7 +439,7 @@ class ModelState:
         ]
 
     def trained(self) -> list[bool]:
-        """Returns which weights are trained."""
+        """Returns which weights are trained, if that must not change."""
         return [one.requires_grad for one in self._parameters]
 
 

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from fold3d.engine.engine import Engine
+from fold3d.errors import ConfigError
 from fold3d.trainer.control import ControlFlags
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,23 @@ class FlushingHandler(CallbackHandler):
             self.engine.finish_updates(args.max_grad_norm or None)
         if readers or event == "on_train_end":
             self.flush()
+        before = self._weights() if event == "on_substep_end" else []
         control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
+        if before != (self._weights() if before else []):
+            names = {type(c).__name__ for c in self.callbacks if _implements(c, event)}
+            raise ConfigError(
+                f"{', '.join(sorted(names))}.on_substep_end has written or frozen weights, between two micro-batches "
+                "of a step, and here the event comes before all of them are computed: do it in on_step_begin, or "
+                "on_step_end"
+            )
         self.flags.follow(event, control, state.global_step, acts_within=self._acts_within)
         return control
+
+    def _weights(self) -> list[tuple[int, bool]]:
+        """Returns what shows that callbacks of the user's have changed weights within a step, if they may."""
+        if not any(_implements(callback, "on_substep_end") for callback in self.callbacks):
+            return []
+        return [(parameter._version, parameter.requires_grad) for parameter in self.engine.model.parameters()]
 
     def compare(self, state: Any, control: Any) -> None:
         """The flags of `control` are those that any process has set; every process calls."""

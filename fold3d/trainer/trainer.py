@@ -137,6 +137,7 @@ class Trainer(SearchingTrainer):
         refuse_model(model)
         # The engine replaces parameters of other ranks: an optimizer the user made knows the objects of before.
         self._before = dict(model.named_parameters())
+        self._trainable = _trained(self._before)
         self._to_load.clear()
         self.layout = None
         self._is_empty = folder_of(model) is None and any(one.is_meta for one in self._before.values())
@@ -152,6 +153,7 @@ class Trainer(SearchingTrainer):
             scaler=self.accelerator.scaler,
             optimizer_like=self._optimizer_like(),
             compile_options=self._compile_options(),
+            trained_later=self._trained_later,
         )
         self._tell_of_engine()
         self.engine.on_build.append(self._use_engine)
@@ -308,12 +310,7 @@ class Trainer(SearchingTrainer):
 
     def _use_engine(self) -> None:
         """The model has been cut: the optimizer keeps this rank's parameters, and what is to be loaded is."""
-        self._trainable = {
-            # Of weights in other processes the engine before knows.
-            name
-            for name, parameter in self._before.items()
-            if getattr(parameter, "trainable", parameter.requires_grad)
-        }
+        self._trainable = _trained(self._before)
         names = {id(parameter): name for name, parameter in self._before.items()}
         self._before = {}  # the memory of parameters of other ranks is free
         if self.optimizer is not None:
@@ -323,6 +320,13 @@ class Trainer(SearchingTrainer):
         for load in self._to_load:
             load()
         self._to_load.clear()
+
+    def _trained_later(self) -> set[str]:
+        """Returns the names of the parameters that were trained when the engine was made, or that the optimizer has."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        groups = [] if optimizer is None else optimizer.param_groups
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        return self._trainable | {name for name, parameter in self._before.items() if id(parameter) in stepped}
 
     def _layout_of(self, names: Mapping[int, str]) -> OptimizerLayout:
         return OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned, self.engine.parts)
@@ -637,3 +641,8 @@ class Trainer(SearchingTrainer):
             self._may_end_evaluation = False
         if (is_ended or flags.heard(_PREEMPTED)) and self._preempted is None:
             self._save_preempted()
+
+
+def _trained(parameters: Mapping[str, Any]) -> set[str]:
+    """Returns the names of those that are trained; of weights in other processes the engine before knows."""
+    return {name for name, one in parameters.items() if getattr(one, "trainable", one.requires_grad)}

@@ -83,7 +83,10 @@ def optimizer_bytes(case: Case) -> tuple[int, int]:
     engine.step(parity_jobs.batch_of(engine, case, 0))
     engine.flush()
     assert engine.optimizer is not None and engine._rank is not None and isinstance(engine._rank.sync, DpSync)
-    states = [engine.optimizer.state, *(part.twin.state for part in engine._rank.sync.optimizer.parts)]
+    states = [
+        dict(dict.items(engine.optimizer.state)),
+        *(part.twin.state for part in engine._rank.sync.optimizer.parts),
+    ]
     unique = {id(t): t for state in states for values in state.values() for t in values.values() if t.ndim}
     own = sum(parameter.numel() for parameter in engine.owned.values() if parameter.requires_grad)
     engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -221,6 +222,24 @@ def replaced(dp_sync: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return loaded, whole
 
 
+def change_state(dp_sync: str) -> dict[str, Tensor]:
+    """Returns weights after four steps, with momentum that is halved, or forgotten, between them."""
+    model = build()
+    engine, optimizer = attached(model, dp_sync)
+    for step in range(4):
+        engine.run(batches(step, engine.topology.dp_rank), share)
+        optimizer.step()
+        with engine.whole_optimizer_state():
+            for parameter, state in list(optimizer.state.items()):
+                state["momentum_buffer"].mul_(0.5)
+                if step == 2 and parameter is model.head.weight:
+                    del optimizer.state[parameter]
+    engine.flush()
+    found = weights(model)
+    engine.close()
+    return found
+
+
 def reload_optimizer(dp_sync: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns weights after four steps in one go, and when weights and optimizer move to a second engine in between."""
     model = build()
@@ -292,6 +311,13 @@ def misuse(what: str, dp_sync: str) -> str:
         optimizer.step()
         if what == "state":
             optimizer.state_dict()
+        if what == "values":
+            for state in optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        if what == "replaced":
+            optimizer.state = defaultdict(dict)
+            engine.run(batches(1, replica), share)
+            optimizer.step()
     except Fold3dError as error:
         return str(error)
     return ""

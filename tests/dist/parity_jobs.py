@@ -464,7 +464,7 @@ def digests(engine: fold3d.Engine) -> dict[str, str]:
     parts = engine._built().cut.parts
     for name, parameter in engine.owned.items():
         assert engine.optimizer is not None
-        state = engine.optimizer.state.get(parameter, {})
+        state = dict.get(engine.optimizer.state, parameter, {})  # what is here of it
         tensors = [parameter.detach(), *(state[key] for key in sorted(state))]
         text = b"".join(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
         shard = parts.shard_of(name)

@@ -86,12 +86,22 @@ def test_low_precision_has_the_same_bits_in_every_way(ranks: RankPool, dtype: to
             assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
+def test_a_state_that_is_changed_counts(ranks: RankPool) -> None:
+    found = {way: ranks.run(loops.change_state, 2, way)[0] for way in WAYS}
+    plain = ranks.run(loops.reload_optimizer, 2, "early")[0][0]
+    for name, tensor in found["early"].items():
+        assert torch.equal(found["zero1"][name], tensor)
+    assert not torch.equal(found["early"]["head.weight"], plain["head.weight"])
+
+
 @pytest.mark.parametrize(
     ("what", "dp_sync", "says"),
     [
         ("own gradients", "early", "head.weight.grad was set between run and optimizer.step(); engine.clip_grad_norm"),
         ("late group", "early", "parameter group was added; new Engine"),
         ("state", "zero1", "each replica keeps a part of the optimizer's state; engine.state_dict()"),
+        ("values", "zero1", "each replica keeps a part of the optimizer's state; engine.whole_optimizer_state()"),
+        ("replaced", "zero1", "the optimizer's `state` was replaced; engine.whole_optimizer_state()"),
         ("coupled", "early", "Coupled gives other numbers for parameters together; layers are stepped apart"),
         ("unfreeze", "early", "embedding.weight was frozen when the engine was built; new Engine or Trainer"),
     ],

@@ -148,7 +148,10 @@ def bytes_of(case: Case) -> tuple[int, int, int]:
             peak, host = _C.peak_cpu_bytes() - before, _C.host_cpu_bytes()
             assert engine.optimizer is not None
             optimizer = getattr(engine._built().sync, "optimizer", None)
-            states = [engine.optimizer.state, *(part.twin.state for part in getattr(optimizer, "parts", []))]
+            states = [
+                dict(dict.items(engine.optimizer.state)),
+                *(part.twin.state for part in getattr(optimizer, "parts", [])),
+            ]
             tensors = {id(t): t for state in states for values in state.values() for t in values.values() if t.ndim}
             engine.close()
             return sum(t.nbytes for t in tensors.values() if _C.is_counted(t)), peak, host

@@ -140,6 +140,23 @@ def test_predicted_weights_are_seen_by_steps_only(built: Any) -> None:
     assert seen[-1] == weight(engine) == pytest.approx(wanted[3], abs=1e-12)
 
 
+def test_what_is_written_between_steps_is_predicted_from(built: Any) -> None:
+    """Also before the first update, and where an update has come since."""
+    engine = built("predict", sgd)
+    seen, wanted, last = [], [], None
+    engine.model.register_forward_pre_hook(lambda module, *_: seen.append(module.w.item()))
+    for t in range(5):
+        before = weight(engine)
+        step(engine, t)
+        updated = weight(engine)
+        last = updated - before
+        with torch.no_grad():
+            engine.model.w.add_(0.25)
+        engine.state_dict()
+        wanted.append(updated + 0.25 + last)
+    assert seen[1:] == pytest.approx(wanted[:-1], abs=1e-12)
+
+
 def _predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightVersions, "predict", lambda versions, bucket: None)
 

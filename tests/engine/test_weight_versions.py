@@ -21,12 +21,18 @@ pytestmark = pytest.mark.dist
 STEPS = 13
 RATES = [0.05 / (1 + 0.2 * t) for t in range(STEPS)]
 RULES = ("stashing", "vertical_sync")
+WRITTEN_AFTER, FROZEN_AFTER, FROZEN = (4, 7), (5, 6), 1
+"""Steps behind which `touch` writes all numbers, and behind which that of one stage is not trained."""
 Found = tuple[list[float], list[float], list[float]]
 BASE: dict[str, Any] = {"pp": PP, "segments": 1, "micro_batches": 1, "gradient_delay": 1, "flush": False}
 
 
-def by_hand(rule: str, steps: int = STEPS) -> Found:
-    """Returns the numbers at the end, and the norm and the loss of each micro-batch: all of it in plain floats."""
+def by_hand(rule: str, steps: int = STEPS, *, touched: bool = False) -> Found:
+    """Returns the numbers at the end, and the norm and the loss of each micro-batch: all of it in plain floats.
+
+    Args:
+        touched: between steps as by `touch`, which writes the newest version that each stage has.
+    """
     history = [[0.5 + 0.1 * k for k in range(PP)]]
     velocity = [0.0] * PP
     norms, losses = [], []
@@ -41,9 +47,16 @@ def by_hand(rule: str, steps: int = STEPS) -> Found:
         for k in reversed(range(PP)):
             gradient[k] = back * (values[k] + 0.2 * values[k] * used[k])
             back *= used[k] + 0.1 * used[k] ** 2
-        norms.append(sum(g * g for g in gradient) ** 0.5)
-        velocity = [0.6 * v + g for v, g in zip(velocity, gradient, strict=True)]
-        history.append([w - RATES[t] * v for w, v in zip(history[-1], velocity, strict=True)])
+        trained = [not (touched and s == FROZEN and t - 1 in FROZEN_AFTER) for s in range(PP)]
+        norms.append(sum(g * g for g, is_trained in zip(gradient, trained, strict=True) if is_trained) ** 0.5)
+        numbers = list(history[-1])
+        for s in range(PP):
+            if trained[s]:
+                velocity[s] = 0.6 * velocity[s] + gradient[s]
+                numbers[s] -= RATES[t] * velocity[s]
+            if touched and t + PP - 1 - s in WRITTEN_AFTER:  # the step in which this stage makes the update
+                numbers[s] = 0.9 * numbers[s] + 0.01
+        history.append(numbers)
     return history[-1], norms, losses
 
 
@@ -58,6 +71,7 @@ def train(
     *,
     looks_every: int = 0,
     start: Any = None,
+    touches: bool = False,
     fault: Callable[[], None] | None = None,
     **changes: Any,
 ) -> tuple[Found, Any]:
@@ -79,6 +93,8 @@ def train(
             if looks_every and t % looks_every == 0:
                 engine.evaluate({"x": inputs(0, 1)[0]})
                 engine.state_dict()
+            if touches:
+                touch(engine, t)
         assert engine.finish_updates() is None, "a drain takes all"
         state = engine.state_dict()
         engine.close()
@@ -125,6 +141,28 @@ def test_a_state_goes_on_bit_for_bit(ranks: RankPool, rule: str, half: int) -> N
     del state["late_gradients"][f"links.0.w@{PP - 1}"]
     with pytest.raises(RankError, match=CheckpointError.__name__):
         ranks.run(train, PP, rule, range(half, STEPS), start=state)
+
+
+def touch(engine: Engine, step: int) -> None:
+    """What callbacks do between steps: they write weights, through the parameters and past them, and freeze some."""
+    engine.flush()
+    for name, parameter in engine.owned.items():
+        if step in WRITTEN_AFTER:
+            with torch.no_grad():
+                parameter.mul_(0.9)
+            parameter.data.add_(0.01)
+        parameter.requires_grad_(name != f"links.{FROZEN}.w" or step not in FROZEN_AFTER)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_done_to_weights_between_steps_is_of_the_newest_version(ranks: RankPool, rule: str) -> None:
+    """Micro-batches that are in the pipeline know nothing of it."""
+    wanted = by_hand(rule, touched=True)
+    assert wanted[0] != pytest.approx(by_hand(rule)[0], abs=1e-3)
+    for (numbers, norms, losses), _ in ranks.run(train, PP, rule, touches=True):
+        assert numbers == pytest.approx(wanted[0], abs=1e-12)
+        assert norms == pytest.approx([0.0] * PP + wanted[1][:-PP], abs=1e-12)
+        assert losses == pytest.approx([0.0] * PP + wanted[2][:-PP], abs=1e-12)
 
 
 def _points_at_the_newest() -> None:

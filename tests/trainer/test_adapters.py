@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import fold3d
 from fold3d.errors import CheckpointError, ConfigError
@@ -112,6 +112,53 @@ def assert_folders_alike(ours: Path, stock: Path, processes: int) -> None:
     for config in configs:
         config["target_modules"] = sorted(config["target_modules"])  # a set's
     assert configs[0] == configs[1]
+
+
+class Switches(TrainerCallback):  # type: ignore[misc]
+    """Trains the adapters in turn, a step each."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        model.set_adapter("ab"[state.global_step % 2])
+
+
+class Switching(Adapted):
+    """Adapters that the optimizer has, and of which one at a time is switched on."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__("a", "b")
+        self.by = by
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        found = super().arguments(named)
+        for name, parameter in found["model"].named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        return found | ({"callbacks": [Switches()]} if self.by == "step" else {})
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        """Returns one whose loss also looks at what the model says without its adapters."""
+
+        class Compares(base):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
+                with torch.no_grad(), model.disable_adapter():
+                    plain = model(**inputs)["logits"]
+                logits = model(**inputs)["logits"]
+                loss = (logits - plain - 0.1).square().mean() / self.args.gradient_accumulation_steps
+                return (loss, {"logits": logits}) if named.get("return_outputs") else loss
+
+        return Compares if self.by == "reference" else base
+
+
+@pytest.mark.parametrize("by", ["step", "reference"])
+def test_adapters_that_take_turns(ranks: RankPool, tmp_path: Path, by: str) -> None:
+    """Those that are frozen when the engine is built are trained later: the optimizer has them."""
+    ours, stock = (
+        Job(str(tmp_path / name), family="llama", layers=2, samples=40, variant=Switching(by))
+        for name in ("ours", "stock")
+    )
+    wanted = run_stock(stock, replicas=2)
+    for one in ranks.run(run_fold3d, 2, ours, {"dp": 2, "dp_sync": "zero1"}):
+        wanted.metrics = one.metrics
+        assert_same(one, wanted, 1e-10)
 
 
 def test_what_is_frozen_costs_nothing(ranks: RankPool, tmp_path: Path) -> None:

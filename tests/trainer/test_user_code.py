@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import fold3d
-from fold3d.errors import RankError
+from fold3d.errors import ConfigError, RankError
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.trainer import user_jobs as jobs
@@ -86,3 +88,31 @@ def test_a_process_that_is_late_for_the_end_is_named(ranks: RankPool, tmp_path: 
     for text in ranks.run(error_of, 2, job, {"pp": 2}, RankError):
         assert text.startswith("rank 0 (replica 0, stage 0) does not come in time"), text
         assert "Noticed by rank 1 (replica 0, stage 1) in comparing the memory of all ranks" in text
+
+
+class Within(transformers.TrainerCallback):  # type: ignore[misc]
+    """Does something to weights between the micro-batches of a step."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        parameter = next(model.parameters())
+        if self.what == "freezes":
+            parameter.requires_grad_(False)
+        elif self.what == "writes":
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        else:
+            assert parameter.sum() != 0
+
+
+@pytest.mark.parametrize("what", ["freezes", "writes", "reads"])
+def test_weights_stay_as_they_are_within_a_step(tmp_path: Path, what: str) -> None:
+    """The event comes before the micro-batches that it stands between are computed."""
+    trainer = jobs.build(Job(str(tmp_path), layers=1, arguments={"max_steps": 1}), {})
+    trainer.add_callback(Within(what))
+    expects = contextlib.nullcontext() if what == "reads" else pytest.raises(ConfigError, match="on_substep_end")
+    with expects:
+        trainer.train()
+    trainer.engine.close()

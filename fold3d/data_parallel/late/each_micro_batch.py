@@ -95,6 +95,7 @@ class EachMicroBatch(Versioned):
             self._begun += 1
             self._version_of[number] = self._begun % versions.count
             self._is_run = True
+        versions.begin(None if number is None else self._version_of[number])
         if brings:
             self.begin(1, (self._cut.stage,))
         else:
@@ -103,7 +104,7 @@ class EachMicroBatch(Versioned):
     def turn_to(self, number: int, step_before: bool) -> None:
         """The next action is of this micro-batch: parameters have its weights."""
         assert self._versions is not None
-        self._versions.point(self._version_of[number])
+        self._versions.turn_to(self._version_of[number])
 
     def end_slice(self, values: Tensor) -> None:
         """The backward is over.
@@ -111,6 +112,8 @@ class EachMicroBatch(Versioned):
         Args:
             values: fp64, of its micro-batch, of which all ranks will have the sums; see `told`.
         """
+        assert self._versions is not None
+        self._versions.end()
         self.end()
         self._transfers.wait_reduced()
         self._states.on(Event.MEASURE)
@@ -145,10 +148,11 @@ class EachMicroBatch(Versioned):
 
     def update(self, *, keeps: bool = True) -> None:
         """See `DpSync.update`; the settings of now are those of the micro-batch that was begun last."""
-        assert self._optimizer is not None
+        assert self._optimizer is not None and self._versions is not None
         if self._is_run:
             self._settings.append(self._optimizer.settings(1.0))
         self._is_run = False
+        self._versions.note_writes()
         if not self._states.has_gradients:
             for bucket in self.buckets:
                 bucket.detach()  # what was taken before is not for the optimizer's own step

@@ -68,9 +68,9 @@ class Versioned(DpSync):
 
 
 class Predicted(Versioned):
-    """With late gradients: a step computes them on 2 W(t) - W(t-1), which is W(t+1) if updates are alike.
+    """With late gradients: a step computes them on W(t) + (W(t) - W(t-1)), which is W(t+1) if updates are alike.
 
-    There they are taken. What evaluations, callbacks and checkpoints see is W(t).
+    There they are taken. What evaluations, callbacks and checkpoints see is W(t), and what others write there counts.
     """
 
     keeps_versions = True
@@ -78,13 +78,16 @@ class Predicted(Versioned):
     def __init__(self, *args: Any) -> None:
         """Args: as DpSync's, with late gradients."""
         super().__init__(*args)
-        self._changed: set[int] = set()  # buckets whose prediction is of the weights before
+        self._updated: set[int] = set()  # buckets whose version before is still the weights before their last update
+        self._unpredicted: set[int] = set()  # where it is what that update has added
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool = False) -> None:
         """See `DpSync.begin`; parameters have the predicted weights until `end`."""
         super().begin(micro_batches, chunks, whole=whole)
         versions = self.versions
         assert versions is not None
+        for bucket in self.buckets:
+            self._predict(bucket)
         versions.point(versions.older(1))
 
     def end(self) -> None:
@@ -99,15 +102,37 @@ class Predicted(Versioned):
         if self._states.has_gradients and self._late.settings is not None:
             self._optimizer.check_unchanged()
             self._make_room()
-            self._changed = {bucket.number for bucket in self.buckets}
+            self._updated = {bucket.number for bucket in self.buckets}
+        elif self._states.has_gradients:
+            self.forget_versions()
         super().update(keeps=keeps)
+
+    @property
+    def versions(self) -> WeightVersions | None:
+        """See `Versioned.versions`. Of the version before there is what the last update has added."""
+        if self._versions is not None and self._are_alike:
+            for bucket in self.buckets:
+                self._versions.vanish(bucket)
+                self._unpredicted.add(bucket.number)
+            self._are_alike = False
+        return self._versions
 
     def _open(self, bucket: Bucket) -> None:
         super()._open(bucket)
-        if bucket.number in self._changed:
+        assert self._versions is not None
+        if bucket.number in self._updated:
+            self._versions.subtract(bucket)
+            self._updated.discard(bucket.number)
+            self._unpredicted.add(bucket.number)
+        if self._states.state is State.ACCUMULATING:
+            self._predict(bucket)
+
+    def _predict(self, bucket: Bucket) -> None:
+        """For a step under way; one that is not up to date comes later."""
+        if bucket.number in self._unpredicted:
             assert self._versions is not None
             self._versions.predict(bucket)
-            self._changed.discard(bucket.number)
+            self._unpredicted.discard(bucket.number)
 
     def flush(self) -> None:
         """See `Versioned.flush`; in the middle of a step parameters keep the weights that it computes on."""

@@ -25,8 +25,8 @@ class WeightVersions:
     must have the memory of an action's version in its forward and in its backward (`point`). Updates go to the flat
     tensors, never through the parameters, whose graphs would find them changed.
 
-    What others do to the parameters between two steps is of the newest version, and nothing that the graphs of the step
-    before, whose backwards are to come, may find: neither in-place writes nor `requires_grad`.
+    What others do to the parameters between two steps is of the newest version, and nothing that graphs whose backwards
+    are to come may find: neither in-place writes nor `requires_grad`. Each has that as it was in its forward.
     """
 
     def __init__(self, buckets: Sequence[Bucket], count: int = 2) -> None:
@@ -34,10 +34,10 @@ class WeightVersions:
         self._buckets, self.count = buckets, count
         self._newest, self._shown = 0, 0
         self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        self._trained: list[bool] = []  # as the graphs of the step before have it
         self._writes: dict[Tensor, int] = {}
-        self._refrozen: list[tuple[Tensor, bool, bool]] = []
-        """(parameter, whether it is trained in the step before, and in this one), where these differ."""
+        self._trained: dict[int | None, list[bool]] = {}
+        """By version: whether each parameter is trained, as the graphs on it have it; None: as others have it now."""
+        self._acts_on: int | None = None  # the version whose entry of `_trained` the parameters have
         self._flats: list[list[Tensor]] = []
         self._views: list[list[list[Tensor]]] = []  # [bucket][version][parameter]
         for bucket in buckets:
@@ -66,11 +66,20 @@ class WeightVersions:
             flats = self._flats[bucket.number]
             flats[self._newest].copy_(flats[self.older(1)])
 
-    def predict(self, bucket: Bucket) -> None:
-        """Puts what the next update would make of the newest weights, if it was like the last one, in the place of
-        the version before: 2 W(t) - W(t-1)."""
+    def subtract(self, bucket: Bucket) -> None:
+        """Puts what the last update has added in the place of the version before: W(t) - W(t-1)."""
         flats = self._flats[bucket.number]
-        flats[self.older(1)].neg_().add_(flats[self._newest], alpha=2)
+        flats[self.older(1)].neg_().add_(flats[self._newest])
+
+    def predict(self, bucket: Bucket) -> None:
+        """Puts what the next update would make of the newest weights, if it was like the last one, in the place of what
+        `subtract` has put there."""
+        flats = self._flats[bucket.number]
+        flats[self.older(1)].add_(flats[self._newest])
+
+    def vanish(self, bucket: Bucket) -> None:
+        """Puts what an update would add that changes nothing in the place of the version before."""
+        self._flats[bucket.number][self.older(1)].zero_()
 
     def forget(self) -> None:
         """All versions are as the newest."""
@@ -101,34 +110,33 @@ class WeightVersions:
             for parameter, view in zip(bucket.parameters, views[version], strict=True):
                 parameter.data = view
 
-    def note_graphs(self) -> None:
-        """The forwards of a step are over."""
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
-
     def note_writes(self) -> None:
         """The newest version is another one than that of all graphs: it may be written from now on."""
         self._writes = {parameter: parameter._version for parameter in self._parameters}
 
-    def go_on(self) -> None:
-        """Backwards of the step before are about to run."""
-        set_version_counts(self._writes)
-        self._refrozen = [
-            (parameter, was, parameter.requires_grad)
-            for parameter, was in zip(self._parameters, self._trained, strict=True)
-            if parameter.requires_grad != was
-        ]
+    def begin(self, version: int | None = None) -> None:
+        """Actions are to come; with forwards, if there is a `version`, which they take. See `turn_to` and `end`."""
+        if self._writes:
+            set_version_counts(self._writes)
+        self._acts_on, self._trained[None] = None, [parameter.requires_grad for parameter in self._parameters]
+        if version is not None:
+            self._trained[version] = self._trained[None]
 
-    def turn_to(self, version: int, *, step_before: bool) -> None:
-        """The actions that follow are of the step before, or of this one, whose weights are this version."""
+    def turn_to(self, version: int) -> None:
+        """The actions that follow are of the graphs on this version."""
         self.point(version)
-        for parameter, before, now in self._refrozen:
-            parameter.requires_grad_(before if step_before else now)
+        self._train_as(version)
 
-    def step_before_is_over(self) -> None:
-        """No backwards of the step before are to come."""
-        for parameter, _, now in self._refrozen:
-            parameter.requires_grad_(now)
-        self._refrozen.clear()
+    def end(self) -> None:
+        """No action is to come: parameters are trained as others have it."""
+        self._train_as(None)
+
+    def _train_as(self, version: int | None) -> None:
+        before, now_on = self._trained[self._acts_on], self._trained[version]
+        self._acts_on = version
+        for parameter, was, now in zip(self._parameters, before, now_on, strict=True):
+            if was != now:
+                parameter.requires_grad_(now)
 
     @property
     def shown(self) -> int:

@@ -100,8 +100,8 @@ class WithoutFlush(Versioned):
 
     def _go_on(self) -> None:
         assert self._late is not None and self._versions is not None
+        self._versions.begin(self._versions.newest if self._in_slice else None)
         if self._flowing:
-            self._versions.go_on()
             self._late.turn()
             self._attach()
         else:
@@ -120,7 +120,7 @@ class WithoutFlush(Versioned):
     def turn_to(self, number: int, step_before: bool) -> None:
         """The next action is of this step, or of the step before: parameters have its weights."""
         assert self._versions is not None
-        self._versions.turn_to(self._before if step_before else self._versions.newest, step_before=step_before)
+        self._versions.turn_to(self._before if step_before else self._versions.newest)
 
     def chunk_done(self, chunk: int) -> None:
         """The step before is over: its gradients are summed, and its norm."""
@@ -129,7 +129,7 @@ class WithoutFlush(Versioned):
             return
         late, step = self._late, self._transfers.step
         assert late is not None and self._values is not None and self._versions is not None
-        self._versions.step_before_is_over()
+        self._versions.end()
         self._readiness.open_chunk(chunk)
         self._reducer.chunk_done(chunk)
         late.gather(self._plan.gather_order)
@@ -167,7 +167,7 @@ class WithoutFlush(Versioned):
         self._states.on(Event.HAND_OVER)
         self._values = values
         assert self._late is not None and self._versions is not None
-        self._versions.note_graphs()
+        self._versions.end()
         for bucket in self.buckets:
             bucket.veil(taken=False)
         self._late.turn()  # what norm and update are of from here on

@@ -122,15 +122,30 @@ class BucketwiseOptimizer:
                         f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
                         "change weights in place, or make a new Engine"
                     )
+        if self._sharded and not isinstance(self._optimizer.state, state.StateInParts):
+            raise ConfigError(
+                "the optimizer's `state` was replaced, and each replica keeps its part of it elsewhere; clear or "
+                "change it inside `with engine.whole_optimizer_state():`, on all ranks"
+            )
         check_groups(self._optimizer, self.parts)
 
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
-        for bucket in self._sharded:
-            part = self.parts[bucket.number]
-            with part.memory():
-                self._optimizer.state.update(state.gather(bucket, part, self._data))
+        with self.opened_state():
+            for bucket in self._sharded:
+                part = self.parts[bucket.number]
+                with part.memory():
+                    self._optimizer.state.update(state.gather(bucket, part, self._data))
         self._collected = True
+
+    @contextlib.contextmanager
+    def opened_state(self) -> Iterator[None]:
+        """The optimizer's own state, which is without what the replicas hold in parts, may be read and changed."""
+        before, self._collected = self._collected, True
+        try:
+            yield
+        finally:
+            self._collected = before
 
     @property
     def names(self) -> frozenset[str]:
@@ -141,14 +156,11 @@ class BucketwiseOptimizer:
     def held_state(self) -> Iterator[list[tuple[Piece, dict[str, Any]]]]:
         """Yields this replica's part of the state of these parameters, as it is, by piece. In the body the optimizer's
         own state, which is without them, may be read."""
-        self._collected = True
-        try:
+        with self.opened_state():
             parts = [self.parts[bucket.number] for bucket in self._sharded]
             yield [
                 (piece, part.twin.state[one]) for part in parts for piece, one in part.tensors if one in part.twin.state
             ]
-        finally:
-            self._collected = False
 
     def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
         """Puts what `read` returns, of a piece and the tensor that is stepped for it, in the place of this replica's
@@ -162,29 +174,29 @@ class BucketwiseOptimizer:
                     if state is not None:
                         part.twin.state[tensor] = {key: part.own(value) for key, value in state.items()}
 
+    def _state_is_whole(self) -> bool:
+        return self._collected or not any(self.parts[bucket.number].twin.state for bucket in self._sharded)
+
     def check_state_is_whole(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
-        if not self._collected and any(self.parts[bucket.number].twin.state for bucket in self._sharded):
-            raise ConfigError(
-                "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read it inside `with "
-                "engine.whole_optimizer_state():`, on all ranks"
-            )
-
-    def release_state(self) -> None:
-        """Drops what `collect_state` put together."""
-        self._collected = False
-        for bucket in self._sharded:
-            state.drop(bucket, self._optimizer)
+        if isinstance(self._optimizer.state, state.StateInParts):
+            self._optimizer.state.check()
 
     def split_state(self) -> None:
-        """Keeps this rank's part of a state that was loaded whole into the optimizer."""
-        for bucket, is_sharded in zip(self._buckets, self._is_sharded, strict=True):
-            part = self.parts[bucket.number]
-            if is_sharded:
-                with part.memory():
-                    state.scatter(bucket, part, self._optimizer)
-            elif self._on_host:
-                part.own_state()
+        """Keeps this rank's part of a state that is whole in the optimizer: that `collect_state` has put together,
+        with what was changed of it, or one that was loaded."""
+        with self.opened_state():
+            for bucket, is_sharded in zip(self._buckets, self._is_sharded, strict=True):
+                part = self.parts[bucket.number]
+                if is_sharded:
+                    with part.memory():
+                        state.scatter(bucket, part, self._optimizer)
+                elif self._on_host:
+                    part.own_state()
+        self._collected = False
+        apart = [parameter for bucket in self._sharded for parameter in bucket.parameters]
+        if apart and not isinstance(self._optimizer.state, state.StateInParts):
+            self._optimizer.state = state.StateInParts(self._optimizer.state, apart, self._state_is_whole)
 
 
 def parts_of(

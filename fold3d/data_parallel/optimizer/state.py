@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,9 +15,58 @@ from fold3d.comms.tree_group import TreeGroup
 from fold3d.data_parallel.bucket import Bucket, Piece, flattened, laid_out
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer
 from fold3d.data_parallel.optimizer.host_memory import unwrapped
+from fold3d.errors import ConfigError
 
 State = dict[Tensor, dict[str, Any]]
 """Parameter -> its optimizer state."""
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    @functools.wraps(method)
+    def call(self: StateInParts, *args: Any, **named: Any) -> Any:
+        self.check(*args)
+        return method(self, *args, **named)
+
+    return call
+
+
+class StateInParts(defaultdict[Tensor, dict[str, Any]]):
+    """What `Optimizer.state` is where replicas have parts of some parameters' state: these are not in it, and whoever
+    looks for them, or at all there is, finds nothing, and what is written of them would be lost. So that is refused."""
+
+    def __init__(self, state: State, apart: Iterable[Tensor], is_whole: Callable[[], bool]) -> None:
+        """Args:
+        apart: parameters of whose state the replicas have parts.
+        is_whole: whether their state is in it at the moment, or there is none yet.
+        """
+        super().__init__(dict)
+        self._apart, self._is_whole = {id(parameter) for parameter in apart}, is_whole
+        dict.update(self, state)
+
+    def check(self, *keys: Any) -> None:
+        """Raises ConfigError unless it is whole, or `keys` begins with a parameter whose state is here."""
+        is_here = bool(keys) and isinstance(keys[0], Tensor) and id(keys[0]) not in self._apart
+        if not is_here and not self._is_whole():
+            raise ConfigError(
+                "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read or change it "
+                "inside `with engine.whole_optimizer_state():`, on all ranks"
+            )
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())  # a copy of the optimizer is without replicas
+
+    def copy(self) -> Any:
+        """Returns a plain one."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    __getitem__, __setitem__, __delitem__ = _checked("__getitem__"), _checked("__setitem__"), _checked("__delitem__")
+    __contains__, __iter__, __len__ = _checked("__contains__"), _checked("__iter__"), _checked("__len__")
+    get, pop, setdefault, update = _checked("get"), _checked("pop"), _checked("setdefault"), _checked("update")
+    keys, values, items, clear = _checked("keys"), _checked("values"), _checked("items"), _checked("clear")
 
 
 def gather(bucket: Bucket, part: BucketOptimizer, data: TreeGroup) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +56,7 @@ from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.arguments import by_name, with_values
 from fold3d.trace.batches import part_of, samples_of
+from fold3d.trace.compound import is_compound
 from fold3d.trace.shadow import shared_shadows
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.pretrained import check_folder as check_weights
@@ -85,12 +86,19 @@ class BuildRequest:
     """To which gradients are clipped, where the engine does."""
     compile_options: Mapping[str, Any] | None = None
     """Of torch.compile, for each block; None: blocks are not compiled."""
+    trained_later: Callable[[], Collection[str]] = tuple
+    """Returns names of parameters that may be trained although they are frozen when the model is cut."""
 
     @property
     def plans(self) -> bool:
         """Whether the planner decides anything."""
         limited = memory_limit(self.config, self.device) is not None
         return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether the model may be cut into several chunks."""
+        return self.config.pp > 1 or self.constraints.segments != 1
 
     @property
     def records(self) -> bool:
@@ -209,7 +217,8 @@ def _record(
             if first is not None:
                 reads = Reads(model)
                 with reads if order.topology.pp * order.topology.tp > 1 else nullcontext():
-                    begun = begin_loss(model, config, first.function, dict(inputs), order.device, first.key)
+                    given = (model, config, first.function, dict(inputs), order.device, first.key)
+                    begun = begin_loss(*given, may_cut=order.may_cut)
                 undo.callback(begun.let_go)
                 found = replace(found, begun=begun, read=frozenset(reads.parameters))
                 example = _arguments(order, begun) if example is None else example
@@ -321,7 +330,10 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
         of_all |= layout_of(layout, cut.placement, sharding)
         least, tp_rank = strategy.bucket_bytes, cut.parts.rank
-        buckets = bucket_layout(cut.trainable(), cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
+        later = order.trained_later()
+        may_be = {n for n, p in cut.parameters.items() if n in later and p.is_floating_point() and not is_compound(p)}
+        trained = {name: p for name, p in cut.parameters.items() if p.requires_grad or name in may_be}
+        buckets = bucket_layout(trained, cut.placement, layout, cut.ranges, cut.stage, least, tp_rank)
         if config.strategy is not None and strategy.dp > 1:
             check_buckets(strategy, cut.stage, 1 + max((bucket.planned for bucket in buckets), default=-1))
     number = agree(world, next(_numbers), None)
