@@ -85,7 +85,7 @@ class ModelLayers:
         from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS
         from fold3d.plan.job import Job
 
-        values = {
+        values: dict[str, Any] = {
             "network": hosts.network(mesh.dp * mesh.tp * mesh.pp, mesh.tp),
             "hosts": hosts.of_places(mesh.dp, mesh.pp, mesh.tp),
             "pool_is_elsewhere": True,

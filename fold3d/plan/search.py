@@ -510,7 +510,8 @@ def recheck(
             times.append(
                 [t if alike else max(0.0, t - action_ms) * s + action_ms for t, s in zip(ms, shares, strict=True)]
             )
-        measured.append(replace(with_times(one, strategy.ranges, *times, tp_ms), action_seconds=0.0, stage_times=()))
+        timed = with_times(one, strategy.ranges, times[0], times[1], tp_ms)
+        measured.append(replace(timed, action_seconds=0.0, stage_times=()))
     layout = layout_of(measured[0], plan.ranges, plan.bucket_bytes, plan.spared)
     gathers = tuple(tuple(strategy.gathers_of(stage, layout.buckets_of(stage, job.pp))) for stage in range(job.pp))
     now = simulate(measured[0], replace(plan, gather_order=gathers))[0].step_ns

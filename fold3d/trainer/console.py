@@ -76,13 +76,13 @@ def printing_lines(handler: CallbackHandler, measured: Collection[str]) -> Itera
             if type(callback).on_log is kind.on_log and "on_log" not in vars(callback):
                 vars(callback)["on_log"] = functools.partial(write, callback, measured)
                 changed.append(callback)
-    stock = integration_utils.rewrite_logs
+    reporting: Any = integration_utils
+    stock = reporting.rewrite_logs
 
     def rewrite(logs: Mapping[str, Any]) -> dict[str, Any]:
         rest: dict[str, Any] = stock({key: value for key, value in logs.items() if key not in measured})
         return rest | {f"{group_of(key)}/{key}": value for key, value in logs.items() if key in measured}
 
-    reporting: Any = integration_utils
     reporting.rewrite_logs = rewrite
     try:
         yield
