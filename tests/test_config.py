@@ -52,7 +52,7 @@ from fold3d.topology import Topology
         ({"bucket_bytes": -1}, "bucket_bytes=-1: must be a number of bytes"),
         ({"bucket_bytes": 1.5}, "bucket_bytes=1.5: must be a number of bytes"),
         ({"bucket_bytes": True}, "bucket_bytes=True: must be a number of bytes"),
-        ({"memory_limit": 24}, """memory_limit=24: no process fits into 24 bytes; did you mean "24GB"\\?"""),
+        ({"memory_limit": 24}, """memory_limit=24: no process fits into 24 bytes; did you mean "24GB"?"""),
         ({"memory_limit": 0}, "memory_limit=0: must be a positive number of bytes"),
         ({"memory_limit": "8 bananas"}, "memory_limit='8 bananas': must be a positive number of bytes, such as"),
         (
@@ -145,4 +145,5 @@ def test_topology_covers_the_grid_once() -> None:
 )
 def test_what_a_message_says_is_enough(size: int, text: str) -> None:
     assert text_of_bytes(size) == text
-    assert (ParallelConfig(memory_limit=text).memory_size or 0) >= size
+    if size >= 1000:  # no process fits into less
+        assert (ParallelConfig(memory_limit=text).memory_size or 0) >= size

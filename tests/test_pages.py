@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from functools import cache
-from itertools import dropwhile, pairwise
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -117,7 +117,7 @@ def commands(page: Path) -> list[list[str]]:
     found: list[list[str]] = []
     for code in pages.blocks(page, "bash"):
         for line in code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = [*takewhile(lambda word: word != ">", shlex.split(line, comments=True))]
             found.append(words)
             found += [shlex.split(inner) for flag, inner in pairwise(words) if flag == "-c"]
     settings = re.compile(r"[A-Z_]+=\S*")

@@ -190,7 +190,7 @@ def _recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         if type(value) is not _OF_LAUNCH[name]:
             raise ConfigError(f"--config={str(path)!r}: {name}={value!r}: must be a {_OF_LAUNCH[name].__name__}")
     if arguments:
-        from fold3d import TrainingArguments
+        from fold3d.trainer.arguments import TrainingArguments
 
         _known(path, arguments, [one.name for one in fields(TrainingArguments)], "[arguments]; [script] takes others")
     return launch, [word for name, value in {**arguments, **own}.items() for word in _flag(name, value)]
@@ -232,7 +232,7 @@ def _plan(job: _Job) -> Iterator[str]:
         places = [coordinates(rank, pp, tp) for rank in range(first, last + 1)]
         replicas, stages = ({getattr(place, axis) for place in places} for axis in ("dp", "pp"))
         yield f"  {host}: ranks {first}..{last}; replicas {_few(replicas)}, stages {_few(stages)}"
-    if len(job.hosts) > 1 and job.per_host % tp:
+    if any(coordinates(node * job.per_host, pp, tp).tp for node in range(len(job.hosts))):
         yield f"  tensor-parallel groups span hosts: tp={tp} does not divide {job.per_host} processes per host"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,10 +205,13 @@ class ChangedBuffers:
             for number, known in attributes.values.items()
             for place, tensor in self._tensors(number, known)
         ]
+        behind: list[StatePlace] = []
         try:
-            with self._holding(fixed):
+            with self._holding(fixed, behind):
                 yield
         finally:
+            if afterwards is not None:
+                afterwards.leave([(self._modules[place.module], place.name) for place in behind])
             for place, old, version, value in then:
                 replaced = place.is_buffer and self._holder(place).get(place.name) is not old
                 written = version != _version(old) or not _equal(value, old)
@@ -228,8 +231,12 @@ class ChangedBuffers:
             yield
 
     @contextlib.contextmanager
-    def _holding(self, values: Mapping[StatePlace, Any]) -> Iterator[None]:
-        """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy."""
+    def _holding(self, values: Mapping[StatePlace, Any], behind: list[StatePlace] | None = None) -> Iterator[None]:
+        """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy.
+
+        Args:
+            behind: gets the attributes that stay as the run left them: code behind the blocks has changed them, too.
+        """
         copies: dict[int, Tensor] = {}
         held: list[tuple[StatePlace, Any]] = []
         for place, kept in values.items():
@@ -246,6 +253,8 @@ class ChangedBuffers:
             for place, own in held:
                 kept, now = values[place], self._holder(place).get(place.name, ABSENT)
                 if isinstance(kept, _Change) and not (_alike(now, kept.before) or _alike(now, kept.after)):
+                    if behind is not None:
+                        behind.append(place)
                     continue  # what lies behind the first run's chunk has changed it, too
                 put(self._holder(place), place.name, own)
 
@@ -278,6 +287,11 @@ class Afterwards:
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], _Found] = {}
+        self._left: set[tuple[int, str]] = set()
+
+    def leave(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+        """The run that ends has left these to the loss function, in place of what earlier runs made of them."""
+        self._left = {(id(vars(module)), name) for module, name in attributes}
 
     def note(self, module: nn.Module, name: str, value: Any, *, is_buffer: bool) -> None:
         """The first run of code that changes it has made `value` of it."""
@@ -290,7 +304,9 @@ class Afterwards:
         """Around what the loss function does behind the model's call. Raises: SplitError when it changes what other
         micro-batches have changed meanwhile."""
         held: list[tuple[_Found, Any]] = []
-        for one in self._found.values():
+        for key, one in self._found.items():
+            if key in self._left:
+                continue
             own = one.holder.get(one.name, ABSENT)
             if not _alike(own, one.value):
                 put(one.holder, one.name, _copy(one.value) if isinstance(one.value, Tensor) else plain(one.value))

@@ -241,9 +241,11 @@ def test_tf32_is_set_by_the_stock_code(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert told == [True]
 
 
-def test_torch_compile_mode_goes_with_the_backend(tmp_path: Path) -> None:
-    told = {"torch_compile": True, "torch_compile_backend": "aot_eager", "torch_compile_mode": "default"}
+def test_torch_compile_mode_goes_with_the_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("BACKEND", "MODE"):  # the stock arguments set them for the whole process
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "no")
+    told = {"torch_compile": True, "torch_compile_backend": "inductor", "torch_compile_mode": "reduce-overhead"}
     trainer = trainer_of(str(tmp_path), {"segments": 1}, told)
     options = trainer._compile_options()
     close(trainer)
-    assert options is not None and options["mode"] == "default" and options["backend"] == "aot_eager"
+    assert options is not None and options["mode"] == "reduce-overhead" and options["backend"] == "inductor"
