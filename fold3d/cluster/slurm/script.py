@@ -36,7 +36,10 @@ def script(wish: Wish, on: On, folder: Path) -> str:
     if wish.script.endswith(".py"):
         node = '--nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master-addr "$MASTER" --master-port "$PORT"'
         given = f"torchrun {node} --nproc-per-node {on.per_node} {given}"
-    output, ended = shlex.quote(wish.output), shlex.quote(str(folder / "ended"))
+    output, ended, failed = (shlex.quote(str(one)) for one in (wish.output, folder / "ended", folder / "failed"))
+    # srun returns the highest status, which is that of the nodes that it ends when one has failed; the first tells why.
+    keeps = f"[ $STATUS = 0 ] || [ $STATUS -gt 128 ] || (set -C; echo $STATUS > {failed}) 2> /dev/null"
+    on_node = f"trap : TERM; {given}; STATUS=$?; {keeps}; exit $STATUS"
     return f"""#!/bin/bash
 # Written by fold3d cluster. Node names need not resolve: NodeAddr does.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -45,10 +48,11 @@ export PORT=$((20000 + SLURM_JOB_ID % 20000))
 export FOLD3D_KIND={on.kind} FOLD3D_GPUS={on.gpus} FOLD3D_OUTPUT={output} FOLD3D_STARTED=$(date +%s.%N)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE}
 mkdir -p {output}
-rm -f {output}/preempted.json
+rm -f {output}/preempted.json {failed}
 # SIGTERM reaches the step's processes, which save. scancel ends this shell, too; when the site preempts, it goes on.
-srun --kill-on-bad-exit=1 bash -c {shlex.quote(f"exec {given}")}
+srun --kill-on-bad-exit=1 bash -c {shlex.quote(on_node)}
 STATUS=$?
+if [ -e {failed} ]; then STATUS=$(cat {failed}); fi
 if [ -e {output}/preempted.json ]; then
     exec scontrol requeue "$SLURM_JOB_ID"
 fi

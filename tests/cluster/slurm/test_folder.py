@@ -102,12 +102,16 @@ def test_what_was_measured_is_read_from_the_output(tmp_path: Path) -> None:
 
 
 def test_the_job_script(tmp_path: Path) -> None:
-    """It is valid, quotes what must be quoted, starts torchrun for Python and nothing but the program else."""
+    """It is valid, quotes what must be quoted, starts torchrun for Python and nothing but the program else; SIGTERM does not end its shell."""
     made, on = wish(tmp_path), On("t4", 2, 1, 2.0)
     text = script(made, on, tmp_path)
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "exec torchrun --nnodes" in text and "--nproc-per-node 1" in text and "FOLD3D_KIND=t4 FOLD3D_GPUS=2" in text
+    assert (
+        "trap : TERM; torchrun --nnodes" in text
+        and "--nproc-per-node 1" in text
+        and "FOLD3D_KIND=t4 FOLD3D_GPUS=2" in text
+    )
     assert "torchrun" not in script(wish(tmp_path, script="/bin/run"), on, tmp_path)
     words = options(made, on, tmp_path, ("7", "8"))
     assert {"--nodes=2", "--gres=gpu:t4:1", "--comment=fold3d t4:2x1", "--dependency=afterany:7:8"} <= set(words)
