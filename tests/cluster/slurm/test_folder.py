@@ -102,7 +102,7 @@ def test_what_was_measured_is_read_from_the_output(tmp_path: Path) -> None:
 
 
 def test_the_job_script(tmp_path: Path) -> None:
-    """It is valid, quotes what must be quoted, starts torchrun for Python and nothing but the program else; SIGTERM does not end its shell."""
+    """It is valid, quotes what must be quoted, starts torchrun for Python and nothing but the program else."""
     made, on = wish(tmp_path), On("t4", 2, 1, 2.0)
     text = script(made, on, tmp_path)
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
