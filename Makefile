@@ -15,7 +15,7 @@ SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-FULL := cpp one-process parity dist trainer rooms
+FULL := cpp one-process parity dist faults trainer rooms
 PARITY := $(wildcard tests/dist/test_parity*.py)
 # One more than the two cores that this is meant for: tests of several processes mostly wait.
 WORKERS ?= 3
@@ -69,7 +69,11 @@ test-full-parity: .venv/.extension
 	$(call timed,$@,$(PYTEST) tests/parity $(PARITY) -m dist)
 
 test-full-dist: .venv/.extension
-	$(call timed,$@,$(PYTEST) tests -m dist --ignore tests/trainer --ignore tests/parity $(PARITY:%=--ignore %))
+	$(call timed,$@,$(PYTEST) tests -m dist --ignore tests/trainer --ignore tests/faults --ignore tests/parity \
+	    $(PARITY:%=--ignore %))
+
+test-full-faults: .venv/.extension
+	$(call timed,$@,$(PYTEST) tests/faults -m dist)
 
 test-full-trainer: .venv/.extension
 	$(call timed,$@,$(PYTEST) tests/trainer -m dist)

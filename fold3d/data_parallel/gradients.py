@@ -97,7 +97,8 @@ def norm_dtype(model: Module) -> torch.dtype:
 
     Of the whole model, also where a stage holds a part of it: all ranks must round the norm alike.
     """
-    return functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
+    widest = functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
+    return widest.to_real()  # a norm of complex gradients is real
 
 
 def global_norm(

@@ -325,7 +325,8 @@ class Engine(state.WholeState):
                 updated one by one while others compute.
             reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which steps what it finds;
                 all ranks say the same, and all replicas make the same of them.
-        Returns: the replica's loss, scalar, on each of its ranks.
+        Returns: the replica's loss, scalar, on each of its ranks, in the dtype of the model's widest parameter (at
+            least fp32).
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")

@@ -28,11 +28,14 @@ class Pipeline:
         groups: Groups,
         executor: _C.Executor,
         progress: Progress,
+        dtype: torch.dtype,
         keep: Keeps = lambda micro_batches: None,
     ) -> None:
         """Args:
+        dtype: of the loss, the same on all ranks; torch's default where that is wider.
         keep: told of the micro-batches of a training step before it runs.
         """
+        self._dtype = dtype
         self._keep = keep
         self._topology, self._executor, self._progress = topology, executor, progress
         self._world = groups.world
@@ -82,7 +85,7 @@ class Pipeline:
 
         Raises: ConfigError when they had not.
         """
-        return self._meet(self._own_loss(losses), micro_batches).to(torch.get_default_dtype())
+        return self._meet(self._own_loss(losses), micro_batches).to(self.loss_dtype)
 
     def _own_loss(self, losses: Sequence[Any]) -> torch.Tensor:
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
@@ -103,11 +106,16 @@ class Pipeline:
         `sum_of_losses`."""
         ranks = self._topology.replica(self._topology.dp_rank)
         check_same_batch(self._topology, ranks, [int(one) for one in sums[1:].tolist()])
-        return sums[0].to(torch.get_default_dtype())
+        return sums[0].to(self.loss_dtype)
 
     def sum_over_replica(self, values: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sums of `values`, fp64, on every rank of the replica. Raises as `sum_of_losses`."""
         return self._meet(values, micro_batches)
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the losses that are returned."""
+        return torch.promote_types(self._dtype, torch.get_default_dtype())
 
     @property
     def has_result(self) -> bool:

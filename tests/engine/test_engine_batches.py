@@ -53,3 +53,16 @@ def test_values_that_are_no_tensors(as_example: bool) -> None:
     engine = Engine(model, config, optimizer=SGD, example=batch if as_example else None)
     assert engine.step(batch).loss.item() == pytest.approx(expected)
     engine.close()
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_the_loss_of_a_model_in_double_is_double(segments: int) -> None:
+    """Under torch's default dtype, fp32, too."""
+    torch.manual_seed(0)
+    model = Powers().double()
+    batch: dict[str, Any] = {"x": torch.rand(4, 4, dtype=torch.float64), "power": 2, "names": list("abcd")}
+    expected = model(**batch).detach()
+    engine = Engine(model, ParallelConfig(segments=segments, micro_batches=2, blocks="layers"), optimizer=SGD)
+    torch.testing.assert_close(engine.evaluate(batch), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(engine.step(batch).loss, expected, rtol=1e-14, atol=0)
+    engine.close()
