@@ -126,6 +126,18 @@ TEST(CoreMemory, GradientsComeWithTheFirstBackwardOrStay) {
   EXPECT_EQ(use(stays.points.back(), MemoryUse::kGradients), 50);
 }
 
+TEST(CoreMemory, AGradientIsAsLargeAsTheInputsThatItIsOf) {
+  const Schedule schedule = generate("gpipe", {{3, 1, 1}, 0, ""});
+  MemoryModel model = even(schedule.shape);
+  model.chunks[2].inputs = 7 * kSent;
+  const std::vector<StageMemory> curves = curves_of(schedule, model);
+  // What stages receive has its place for the whole step: stage 1 has its inputs until they are used, and then, too,
+  // the gradient of stage 2's.
+  EXPECT_EQ(use(curves[0].points[0], MemoryUse::kInputs), kSent);
+  EXPECT_EQ(use(curves[1].points[0], MemoryUse::kInputs), kSent + 7 * kSent);
+  EXPECT_EQ(use(curves[2].points[0], MemoryUse::kInputs), 7 * kSent);
+}
+
 TEST(CoreMemory, TheReceiverTakesNoMoreMessagesThanItMay) {
   // All micro-batches of segment 0 are at stage 0 again long before it wants them.
   const Schedule schedule = generate("aiao", {{2, 2, 16}, 0, ""});
