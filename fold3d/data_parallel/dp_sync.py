@@ -296,29 +296,6 @@ class DpSync(GradientSync):
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
 
-    def rest(self) -> None:
-        """Another engine is about to use the model: weights become final, gradients are not ours.
-
-        Raises: ConfigError between `run` and the optimizer's step.
-        """
-        if self._states.has_gradients:
-            raise ConfigError(
-                "another engine was about to use the model between this one's run and optimizer.step(); step first"
-            )
-        self.flush()
-        self._states.on(Event.REST)
-        self._reducer.rest()
-
-    def resume(self) -> None:
-        """The model is ours, perhaps again; what another engine made of the weights is kept."""
-        if not self._states.is_resting:
-            return
-        self._states.on(Event.RESUME)
-        self._reducer.resume()
-        for bucket in self.buckets:
-            if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
-                bucket.flatten_parameters()
-
     steps_by_itself = True
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:

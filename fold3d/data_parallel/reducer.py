@@ -40,7 +40,6 @@ class Reducer:
         self._order: list[int] = []
         self._next = 0
         self._held = False
-        self._listens = True  # else another engine is training the model
         self._hooks: list[RemovableHandle] = []
         for position, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
@@ -75,14 +74,6 @@ class Reducer:
         self._held = False
         self._advance()
 
-    def rest(self) -> None:
-        """Gradients that come from now on are another engine's."""
-        self._listens = False
-
-    def resume(self) -> None:
-        """Gradients are ours again."""
-        self._listens = True
-
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
@@ -91,8 +82,6 @@ class Reducer:
 
     def _hook(self, position: int, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
         def accumulated(_: Parameter) -> None:
-            if not self._listens:
-                return
             if self._complete[position]:
                 self._refuse_late(bucket.names[index])
             if self._is_stale(bucket):

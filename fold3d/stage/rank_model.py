@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from fold3d.trace.compound import holders, move
 from fold3d.trace.wrappers import whole_shape, wrap
 from fold3d.weights.empty import whole_on_each
 from fold3d.weights.materialize import materialize
-from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
+from fold3d.weights.part_marks import refuse_calls, refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
@@ -208,8 +207,7 @@ class RankModel:
             else _blocks_of(model, config, recording)
         )
         modules = list(dict.fromkeys(blocks))
-        self._compile = None if compile_options is None else partial(compile_blocks, model, modules, compile_options)
-        self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
+        inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute, topology.style)
         placement = ParameterPlacement.of(
             names, self.layout, self.ranges, strategy.pp, tied_groups(model), topology.style
@@ -230,13 +228,19 @@ class RankModel:
             shard_parameters(model, self.parts)
         refuse_states(model)
         _move(model, device)
-        self._undo: list[Callable[[], None]] = []
-        self._chunked_loss = config.chunked_loss
-        self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
         self.operators = BlockOperators(self.parts.plan)
-        self.resume()
+        self._undo: list[Callable[[], None]] = []
+        plan = self.parts.plan
+        if plan.tp > 1:
+            self._undo.append(install(model, plan, self.parts.rank, self.group, self.operators))
+            self._undo.append(install_vocabulary(model, plan.vocabulary, self.group))
+        if config.chunked_loss is not None:
+            self._undo.append(install_chunked_loss(model, config.chunked_loss, tells=self.parts.rank == 0))
+        if compile_options is not None:
+            self._undo.append(compile_blocks(model, modules, compile_options))
+        self._undo.append(Checkpoints(model, inner).remove)
         if strategy.num_chunks == 1:
             self.split = WholeModel(model, blocks, recompute=again)
         else:
@@ -256,22 +260,6 @@ class RankModel:
             if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
         }
 
-    def resume(self) -> None:
-        """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
-        chunk does differently, which its next run puts back."""
-        if not self._undo:
-            plan = self.parts.plan
-            if plan.tp > 1:
-                allow_calls(self.model)
-                self._undo.append(install(self.model, plan, self.parts.rank, self.group, self.operators))
-                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
-            if self._chunked_loss is not None:
-                self._undo.append(install_chunked_loss(self.model, self._chunked_loss, tells=self.parts.rank == 0))
-            if self._compile is not None:
-                self._undo.append(self._compile())
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self.model, self._inner)
-
     def apart(self) -> SplitModel:
         """Returns what runs the blocks apart from what lies behind them."""
         if isinstance(self.split, SplitModel):
@@ -287,10 +275,7 @@ class RankModel:
         if self._apart is not None:
             self._apart.remove()
         self.split.remove()
-        if self._checkpoints is not None:
-            self._checkpoints.remove()
-            self._checkpoints = None
-        if self._undo:  # else another engine may use the model
+        if self._undo:
             while self._undo:
                 self._undo.pop()()
             refuse_calls(self.model)

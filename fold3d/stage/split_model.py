@@ -98,7 +98,7 @@ class SplitModel:
         self._foreign = ForeignTensors(model, trace, computes_loss=computes_loss)
         self._last_run: ChunkRun | None = None
         self._is_busy = False
-        self.install()
+        self._install_all()
 
     def run(
         self,
@@ -257,7 +257,7 @@ class SplitModel:
             return loss.end(output, apart=True)
 
     def remove(self) -> None:
-        """Takes forwards and hooks off the model again. The next `run` puts them back."""
+        """Takes forwards and hooks off the model again."""
         self._foreign.remove()
         while self._undo:
             self._undo.pop()()
@@ -266,8 +266,6 @@ class SplitModel:
     def _busy(self) -> Iterator[None]:
         if self._is_busy:
             raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
-        if not self._undo:  # another SplitModel took its turn
-            self.install()
         self._is_busy = True
         try:
             yield
@@ -322,7 +320,7 @@ class SplitModel:
         ends, self._ends = self._ends, []
         return ends
 
-    def install(self) -> None:
+    def _install_all(self) -> None:
         """Puts the instance forwards on the model, in the place of another SplitModel's."""
         try:
             runs: dict[str, list[int]] = {}
@@ -332,8 +330,6 @@ class SplitModel:
                 self._install(name, self._block_forward(name, indices))
             for name in self._outer:
                 self._install(name, self._outer_forward(name))
-            for name in self._hooked:
-                self._note_results_of(name)
         except TraceError:
             self.remove()
             raise

@@ -76,8 +76,6 @@ class WholeModel:
 
     def begin(self, loss: LossRun, key: tuple[int, int, int] | None) -> None:
         """Runs a loss function up to its call of the model, unless it has."""
-        if not self._undo:  # another engine took its turn
-            self._install()
         self.generators = seeding.generators_of(self._device)
         self.begun = None
         with self._cursor_ends_with_errors():
@@ -128,7 +126,7 @@ class WholeModel:
             self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def remove(self) -> None:
-        """Takes the hooks off the model again. The next `run` puts them back."""
+        """Takes the hooks off the model again."""
         while self._undo:
             self._undo.pop()()
 

@@ -56,16 +56,11 @@ def refuse_calls(model: nn.Module) -> None:
             module.register_forward_pre_hook(_RefusedCall(name, ranks))
 
 
-def allow_calls(model: nn.Module) -> None:
-    """Ends what `refuse_calls` began, wherever it did."""
-    for module in model.modules():
-        drop_hooks(module, lambda hook: isinstance(hook, _RefusedCall))
-
-
 @contextlib.contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """Allows calls from now on, unless the body raises."""
-    allow_calls(model)
+    """Ends what `refuse_calls` began, wherever it did, unless the body raises."""
+    for module in model.modules():
+        drop_hooks(module, lambda hook: isinstance(hook, _RefusedCall))
     try:
         yield
     except BaseException:

@@ -99,18 +99,3 @@ def test_a_gradient_of_weights_that_were_not_up_to_date_is_refused(setup: Setup)
     setup.backward("cd")
     with pytest.raises(ConfigError, match="a was read before it was up to date"):
         setup.backward("a")
-
-
-def test_another_engines_gradients_are_left_alone(setup: Setup) -> None:
-    setup.begin(1)
-    setup.backward("abcd")
-    for bucket in setup.buckets:
-        bucket.detach()
-    setup.reducer.rest()
-    setup.backward("abcd")
-    assert setup.pushed == [1, 0]
-    assert all(float(parameter.grad[0]) == 3 for parameter in setup.parameters.values())  # type: ignore[index]
-    setup.reducer.resume()
-    setup.begin(1)
-    setup.backward("abcd")
-    assert setup.pushed == [1, 0, 1, 0]
