@@ -189,13 +189,17 @@ class Engine(state.WholeState):
         with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
-            rank = self._connect(cut)
+            weakref.finalize(self, cut.cut.remove).atexit = False
+            try:
+                self._connect(cut)
+            except BaseException:
+                cut.cut.remove()
+                raise
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
-        weakref.finalize(self, rank.cut.remove).atexit = False
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
-            trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
+            trainable = list(cut.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
             try:
                 self.attach(self._make_optimizer(trainable))
             except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
-from fold3d.stage.recompute import Checkpoints, modules_to_recompute
+from fold3d.stage.recompute import modules_to_recompute, recompute_modules
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
@@ -33,8 +32,9 @@ from fold3d.topology import Topology
 from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
+from fold3d.trace.coat import Coat, Row
 from fold3d.trace.compound import holders, move
-from fold3d.trace.wrappers import whole_shape, wrap
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.empty import whole_on_each
 from fold3d.weights.materialize import materialize
 from fold3d.weights.part_marks import refuse_calls, refuse_states
@@ -42,8 +42,8 @@ from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
 
-def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, Any]) -> Callable[[], None]:
-    """Compiles the forwards of `blocks`, of the model where none are known; returns what undoes it.
+def compile_blocks(coat: Coat, model: Module, blocks: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Compiles the forwards of `blocks`, of the model where none are known.
 
     What lies around a block (its hooks, its seed, waiting for its weights, computing it again) runs as it is, and what
     is compiled is the block's own code. Compilation happens when a block first runs, and again for other shapes.
@@ -54,26 +54,20 @@ def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, A
     # What is computed again must run the code that ran first. By default the code that ran last is tried first, which
     # between a forward and its backward may have become that of another micro-batch's shapes.
     try_latest_code_first(False)
-    undo = [lambda: try_latest_code_first(True)]
-    undo += [_compile(model.get_submodule(name), options) for name in blocks or ("",)]
-
-    def remove() -> None:
-        while undo:
-            undo.pop()()
-
-    return remove
+    coat.callback(try_latest_code_first, True)
+    for name in blocks or ("",):
+        module = model.get_submodule(name)
+        coat.put(Row.COMPILED, module, _compiled(module.forward, options))
 
 
-def _compile(module: Module, options: Mapping[str, Any]) -> Callable[[], None]:
-    original = module.forward
+def _compiled(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     compiled = torch.compile(original, **options)
 
-    @functools.wraps(original)
     def forward(*args: Any, **named: Any) -> Any:
         # A mode looks at every operation, such as a recording's: there is nothing to be gained from compiling.
         return (original if follows_operations() else compiled)(*args, **named)
 
-    return wrap(module, forward)
+    return forward
 
 
 logger = logging.getLogger(__name__)
@@ -165,6 +159,7 @@ class RankModel:
         placement: which stage holds which parameter.
         group: of the ranks that share its weights; who connects the ranks connects it.
         operators: what its blocks have run that was not proved.
+        coat: all that is on its modules while this uses it.
         parts: which part of each parameter is this rank's.
         shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
             that expands to the parameter's.
@@ -229,24 +224,9 @@ class RankModel:
         refuse_states(model)
         _move(model, device)
         self._apart: SplitModel | None = None
+        self._is_removed = False
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
         self.operators = BlockOperators(self.parts.plan)
-        self._undo: list[Callable[[], None]] = []
-        plan = self.parts.plan
-        if plan.tp > 1:
-            self._undo.append(install(model, plan, self.parts.rank, self.group, self.operators))
-            self._undo.append(install_vocabulary(model, plan.vocabulary, self.group))
-        if config.chunked_loss is not None:
-            self._undo.append(install_chunked_loss(model, config.chunked_loss, tells=self.parts.rank == 0))
-        if compile_options is not None:
-            self._undo.append(compile_blocks(model, modules, compile_options))
-        self._undo.append(Checkpoints(model, inner).remove)
-        if strategy.num_chunks == 1:
-            self.split = WholeModel(model, blocks, recompute=again)
-        else:
-            assert self.trace is not None, "what is cut was recorded"
-            is_end = topology.has_loss
-            self.split = SplitModel(model, self.trace, self.ranges, recompute=again, computes_loss=is_end)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
@@ -259,6 +239,26 @@ class RankModel:
             for name, parameter in self.parameters.items()
             if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
         }
+        plan = self.parts.plan
+        with Coat() as coat:
+            if plan.tp > 1:
+                install(coat, model, plan, self.parts.rank, self.group, self.operators)
+                install_vocabulary(coat, model, plan.vocabulary, self.group)
+            if config.chunked_loss is not None:
+                install_chunked_loss(coat, model, config.chunked_loss, tells=self.parts.rank == 0)
+            if compile_options is not None:
+                compile_blocks(coat, model, modules, compile_options)
+            recompute_modules(coat, model, inner)
+            on_top = coat.enter_context(Coat())
+            if strategy.num_chunks == 1:
+                self.split = WholeModel(model, blocks, recompute=again, coat=on_top)
+            else:
+                assert self.trace is not None, "what is cut was recorded"
+                is_end = topology.has_loss
+                self.split = SplitModel(
+                    model, self.trace, self.ranges, recompute=again, computes_loss=is_end, coat=on_top
+                )
+            self.coat = coat.pop_all()
 
     def apart(self) -> SplitModel:
         """Returns what runs the blocks apart from what lies behind them."""
@@ -267,17 +267,16 @@ class RankModel:
         assert self.trace is not None, "what has shards was recorded"
         if self._apart is None:
             everything = [(0, len(self.trace.blocks))]
-            self._apart = SplitModel(self.model, self.trace, everything, beneath=self.split)
+            self._apart = SplitModel(
+                self.model, self.trace, everything, beneath=self.split, coat=self.coat.enter_context(Coat())
+            )
         return self._apart
 
     def remove(self) -> None:
         """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
-        if self._apart is not None:
-            self._apart.remove()
-        self.split.remove()
-        if self._undo:
-            while self._undo:
-                self._undo.pop()()
+        if not self._is_removed:
+            self._is_removed = True
+            self.coat.close()
             refuse_calls(self.model)
 
     def replaced(self) -> dict[str, Module]:

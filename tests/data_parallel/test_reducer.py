@@ -13,6 +13,7 @@ from fold3d.data_parallel.reducer import Reducer
 from fold3d.errors import ConfigError
 from fold3d.placement.bucket_layout import BucketSpec
 from fold3d.topology import Submesh
+from fold3d.trace.coat import Coat
 
 
 class Setup:
@@ -32,7 +33,9 @@ class Setup:
         ]
         self.pushed: list[int] = []
         self.stale: set[int] = set()
+        self.coat = Coat()
         self.reducer = Reducer(
+            self.coat,
             self.buckets,
             dict.fromkeys("abcd", 1),
             lambda bucket: self.pushed.append(bucket.number),
@@ -61,7 +64,7 @@ class Setup:
 def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     found = Setup(request.param)
     yield found
-    found.reducer.remove()
+    found.coat.close()
 
 
 def test_buckets_are_handed_over_when_all_gradients_came_the_last_first(setup: Setup) -> None:
