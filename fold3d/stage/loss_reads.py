@@ -86,27 +86,21 @@ class ForeignTensors:
             return "" if is_ours else name
 
         first = 0 if run is None or not is_users else run.lo
-        with self._missing_attributes(first), _Looking(keeper) if looks else contextlib.nullcontext():
-            yield
+        with Coat() as coat:
+            self._hide_attributes(coat, first)
+            with _Looking(keeper) if looks else contextlib.nullcontext():
+                yield
 
-    @contextlib.contextmanager
-    def _missing_attributes(self, first: int) -> Iterator[None]:
-        """Attributes that have anything of blocks before `first` are missing for a while."""
+    def _hide_attributes(self, coat: Coat, first: int) -> None:
+        """Attributes that have anything of blocks before `first` are missing."""
         before = tuple(f"{block}." for block in self._trace.blocks[:first])
-        held: list[tuple[nn.Module, str, Any]] = []
         for name, of in zip(self._trace.kept, self._trace.kept_of, strict=True) if first else ():
             owner, _, attribute = name.rpartition(".")
             if of < first or name.startswith(before):
                 module = self._model.get_submodule(owner)
-                value = vars(module).get(attribute)
-                held.append((module, attribute, value))
                 stands_in = missing(f"what the attribute {name} keeps")
-                vars(module)[attribute] = tree_map_only(Tensor, lambda _, one=stands_in: one, value)
-        try:
-            yield
-        finally:
-            for module, attribute, value in held:
-                vars(module)[attribute] = value
+                value = tree_map_only(Tensor, lambda _, one=stands_in: one, vars(module).get(attribute))
+                coat.put(Row.ELSEWHERE, module, {attribute: value})
 
     def hooked(self) -> str:
         """Returns the name of a module that has hooks of the user's; "" where none has."""

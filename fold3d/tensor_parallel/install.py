@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -371,13 +371,13 @@ class _Installer:
                     return call.enter(x, number, forks) if x.is_floating_point() else x
 
                 args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))
-            with contextlib.ExitStack() as stack:
+            with Coat() as coat:
                 for full, hub in hubs.items():
-                    stack.enter_context(_instead(block, full, hub.copied))
+                    _hide(coat, block, full, hub.copied)
                 for full in parts:
-                    stack.enter_context(_instead(block, full, lambda parameter: parameter / ops.size))
+                    _hide(coat, block, full, lambda parameter: parameter / ops.size)
                 if late is not None:
-                    stack.enter_context(_instead(block, late, torch.zeros_like))
+                    _hide(coat, block, late, torch.zeros_like)
                 y = original(*args, **kwargs)
             if not exits:
                 return y
@@ -459,19 +459,13 @@ class _Hub:
         return weight.index_copy(self._dim, here, common.index_select(self._dim, places))
 
 
-@contextlib.contextmanager
-def _instead(block: nn.Module, full: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has the block's code read something else in the place of a parameter: an attribute of the instance hides it."""
+def _hide(coat: Coat, block: nn.Module, full: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Has the block's code read something else in the place of a parameter."""
     holder, _, name = full.rpartition(".")
     module = block.get_submodule(holder)
-    if module._parameters.get(name) is None:
-        yield
-        return
-    vars(module)[name] = change(module._parameters[name])  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        del vars(module)[name]
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        coat.put(Row.WEIGHT, module, {name: change(parameter)})
 
 
 def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

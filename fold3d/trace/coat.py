@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fold3d._C import BlockForward, CurrentForward, block_forward
 from fold3d.trace.wrappers import drop_hooks, is_ours
 
-_FORWARD, _ATTRIBUTES = "forward", "attributes"
+_FORWARD, _ATTRIBUTES, _INSTEAD = "forward", "attributes", "instead"
 _BEFORE: Any = ("register_forward_pre_hook", {})
 """Next to the forward, behind hooks of the user's."""
 _BEFORE_NAMED: Any = ("register_forward_pre_hook", {"with_kwargs": True})
@@ -65,6 +65,9 @@ class Row(Enum):
     READ = _STATE, "data_parallel", "all modules: the state is read and loaded when weights are up to date"
     GRADIENT = (("register_post_accumulate_grad_hook", {}),), "data_parallel", "parameters: count gradients"
     # for a moment
+    WEIGHT = _INSTEAD, "tensor_parallel", "modules of divided blocks, while they run: read this in a parameter's place"
+    ELSEWHERE = _INSTEAD, "stage", "attributes of blocks that other chunks run, while the loss is computed: missing"
+    GENERATE = _INSTEAD, "trainer", "the model, in a `prediction_step` of the user's: generates on all chunks"
     RESTS = _FORWARD, "stage", "the model and what holds its blocks: the loss function rests where it calls them"
     SHOWN = _FORWARD, "stage", "modules that a chunk leaves out: show hooks what these returned elsewhere"
     STAND_IN = _FORWARD, "splitting", "blocks of a copy: return random numbers of the right shapes"
@@ -129,6 +132,11 @@ class Coat(contextlib.ExitStack):
         elif row.how == _ATTRIBUTES:
             assert isinstance(on, nn.Module)
             self._attributes(on, thing)
+        elif row.how == _INSTEAD:
+            own = vars(on)
+            for name, value in thing.items():
+                self.callback(own.__setitem__, name, own[name]) if name in own else self.callback(own.pop, name)
+                own[name] = value
         else:
             hook = Hook(row, thing) if isinstance(on, nn.Module) else thing
             for register, options in row.how:
