@@ -100,19 +100,23 @@ def begin_loss(
     return loss
 
 
-def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
+def record(
+    model: Module, config: ParallelConfig, example: Mapping[str, Any] | None, segments: int | None
+) -> Trace | None:
     """Returns the recording of the model; None for one that cannot be recorded and need not be cut.
 
+    Args:
+        segments: None where their number is open.
     Raises: TraceError for a model that must be cut and cannot be.
     """
     try:
         _check_not_compiled(model)
-        chunks = config.pp * (1 if config.segments == AUTO else int(config.segments))
+        chunks = config.pp * (segments or 1)
         return trace(model, blocks=config.blocks, partition=config.partition, example=example, chunks=chunks)
     except TraceError as error:
         # Data parallelism alone needs no blocks, unless the user has named them.
         named = config.blocks != AUTO or config.partition != BLOCKS
-        if config.pp > 1 or config.tp > 1 or config.segments not in (1, AUTO) or named:
+        if config.pp > 1 or config.tp > 1 or segments not in (1, None) or named:
             raise
         logger.info("the model stays in one piece: %s", error)
         return None

@@ -224,7 +224,7 @@ def _record(
                 example = _arguments(order, begun) if example is None else example
             if example is not None:
                 found = replace(found, example=example, samples=_samples(order, inputs, example))
-        recording = record(model, config, example)
+        recording = record(model, config, example, found.constraints.segments)
         recording = None if recording is None else recording.under(config.tp)
         if recording is not None and config.recompute != AUTO:
             check_patterns(model, recording.blocks, Recompute.parse(config.recompute))
