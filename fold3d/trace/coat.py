@@ -193,6 +193,6 @@ def drop_coat(copied: nn.Module) -> None:
         drop_hooks(module, is_ours)
         _restore_attributes(module)
         own = vars(module).get("forward")
-        is_own = isinstance(own, MethodType) and own == type(module).forward.__get__(module)
+        is_own = isinstance(own, MethodType) and own == MethodType(type(module).forward, module)
         if is_own or isinstance(own, (FunctionType, BlockForward)):
             del module.forward

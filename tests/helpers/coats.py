@@ -42,7 +42,7 @@ def rows_on(model: nn.Module) -> set[Row]:
         while isinstance(own, BlockForward):
             rows.append(row_of(own))
             own = own.__wrapped__.__wrapped__  # type: ignore[attr-defined]
-        assert own is None or own == type(module).forward.__get__(module), f"{own} is no row's"
+        assert own is None or own == MethodType(type(module).forward, module), f"{own} is no row's"
         assert all(outer.may_be_on(inner) for outer, inner in itertools.pairwise(rows)), rows
         found.update(rows)
         for kind in [one for one in vars(module) if one.endswith("_hooks")]:
