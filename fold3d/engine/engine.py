@@ -189,11 +189,11 @@ class Engine(state.WholeState):
         with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
-            weakref.finalize(self, cut.cut.remove).atexit = False
+            weakref.finalize(self, cut.cut.coat.close).atexit = False
             try:
                 self._connect(cut)
             except BaseException:
-                cut.cut.remove()
+                cut.cut.coat.close()
                 raise
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
@@ -477,7 +477,7 @@ class Engine(state.WholeState):
         if self._world is not None:
             self._world.close()
         if rank is not None:
-            rank.cut.remove()
+            rank.cut.coat.close()
 
     # What is there
 

@@ -228,7 +228,6 @@ class RankModel:
         refuse_states(model)
         _move(model, device)
         self._apart: SplitModel | None = None
-        self._is_removed = False
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
         self.operators = BlockOperators(self.parts.plan)
         self.parameters: dict[str, Parameter] = {
@@ -245,6 +244,7 @@ class RankModel:
         }
         plan = self.parts.plan
         with Coat() as coat:
+            coat.callback(refuse_calls, model)  # without it, parts look like the whole
             if plan.tp > 1:
                 install(coat, model, plan, self.parts.rank, self.group, self.operators)
                 install_vocabulary(coat, model, plan.vocabulary, self.group)
@@ -275,13 +275,6 @@ class RankModel:
                 self.model, self.trace, everything, beneath=self.split, coat=self.coat.enter_context(Coat())
             )
         return self._apart
-
-    def remove(self) -> None:
-        """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
-        if not self._is_removed:
-            self._is_removed = True
-            self.coat.close()
-            refuse_calls(self.model)
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""

@@ -324,14 +324,10 @@ class SplitModel:
         runs: dict[str, list[int]] = {}
         for index, name in enumerate(self._trace.blocks):
             runs.setdefault(name, []).append(index)
-        try:
-            for name, indices in runs.items():
-                self._install_block(name, indices)
-            for name in self._outer:
-                self._install_outer(name)
-        except TraceError:
-            self.remove()
-            raise
+        for name, indices in runs.items():
+            self._install_block(name, indices)
+        for name in self._outer:
+            self._install_outer(name)
 
     def _borders_in(self, found: Trace) -> Borders:
         """Returns what crosses borders where the model is called in a form of which `found` is the recording."""

@@ -324,7 +324,7 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
             compile_options=order.compile_options,
             layout=layout,
         )
-        undo.callback(cut.remove)
+        undo.callback(cut.coat.close)
         _refuse_cut_weights(model, found.read)
         actions = Programs.of(strategy).compute(config.micro_batches).csv()
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all
