@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 class ParameterReadiness:
@@ -37,7 +37,7 @@ class ParameterReadiness:
             for name in bucket.spec.modules:
                 of_module.setdefault(name, []).append(bucket)
         for name, waiting in of_module.items():
-            coat.put(Row.READY, model.get_submodule(name), self._hook(waiting))
+            coat.put(Wrap.READY, model.get_submodule(name), self._hook(waiting))
 
         # Whoever reads weights the usual way gets them whole; what is loaded is not stepped once more.
         def before_state_dict(*_: Any) -> None:
@@ -45,7 +45,7 @@ class ParameterReadiness:
                 read()
 
         for module in model.modules():
-            coat.put(Row.READ, module, before_state_dict)
+            coat.put(Wrap.READ, module, before_state_dict)
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.errors import ConfigError
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 class Reducer:
@@ -46,7 +46,7 @@ class Reducer:
             for index, parameter in enumerate(bucket.parameters):
                 hook, is_trained = self._hook(position, bucket, index), parameter.requires_grad
                 parameter.requires_grad_(True)  # torch hooks no frozen one, which may be trained later
-                coat.put(Row.GRADIENT, parameter, hook)
+                coat.put(Wrap.GRADIENT, parameter, hook)
                 parameter.requires_grad_(is_trained)
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, hold: bool) -> None:

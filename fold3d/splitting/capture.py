@@ -19,7 +19,7 @@ from fold3d.errors import TraceError
 from fold3d.sharding.split import Path
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.arguments import Arguments, without_key_values
-from fold3d.trace.coat import Coat, Row, drop_coat
+from fold3d.trace.coat import Coat, Wrap, drop_coat
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import kinds_of
 from fold3d.trace.shape_only import ShapeOnly
@@ -188,7 +188,7 @@ class _CapturedRun:
         with Coat() as coat, suppress(_Done):
             for names, is_block in ((self._outer, False), (self._trace.modules, True)):
                 for name in names:
-                    coat.put(Row.STAND_IN, self._shadow.get_submodule(name), stub(name, is_block))
+                    coat.put(Wrap.STAND_IN, self._shadow.get_submodule(name), stub(name, is_block))
             with torch.no_grad(), _InHostMemory():
                 self._called(**self._batch)
         return calls

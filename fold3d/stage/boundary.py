@@ -16,7 +16,7 @@ from fold3d._C import ForwardCursor
 from fold3d.errors import SplitError
 from fold3d.tensor_parallel.whole_results import plain_parts
 from fold3d.torch_private import saving_hook
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.hooked_results import HookedCall
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value
@@ -67,7 +67,7 @@ def show(
         module = model.get_submodule(one.module)
         try:
             with Coat() as coat:
-                coat.put(Row.SHOWN, module, lambda *_, output=output, **__: output)
+                coat.put(Wrap.SHOWN, module, lambda *_, output=output, **__: output)
                 module(*(given[number] for number in one.given))
         except Exception as error:
             raise SplitError(

@@ -21,7 +21,7 @@ from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.torch_private import StorageLabels, modules_around
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.missing import missing
@@ -100,7 +100,7 @@ class ForeignTensors:
                 module = self._model.get_submodule(owner)
                 stands_in = missing(f"what the attribute {name} keeps")
                 value = tree_map_only(Tensor, lambda _, one=stands_in: one, vars(module).get(attribute))
-                coat.put(Row.ELSEWHERE, module, {attribute: value})
+                coat.put(Wrap.ELSEWHERE, module, {attribute: value})
 
     def hooked(self) -> str:
         """Returns the name of a module that has hooks of the user's; "" where none has."""
@@ -115,8 +115,8 @@ class ForeignTensors:
             if name and next(users_hooks(module, backward=False), None) is not None:
                 self._hooked = self._hooked or name
                 note = _Note(self, name)
-                self._coat.put(Row.BEFORE_HOOKS, module, note.before)
-                self._coat.put(Row.AFTER_HOOKS, module, note.after)
+                self._coat.put(Wrap.BEFORE_HOOKS, module, note.before)
+                self._coat.put(Wrap.AFTER_HOOKS, module, note.after)
         self._hooks_ever = RemovableHandle.next_id
 
     def note(self, name: str, module: nn.Module, values: Any) -> _Shown | None:

@@ -19,7 +19,7 @@ from fold3d.errors import SplitError
 from fold3d.stage.users_state import KeptAttributes, ModelState
 from fold3d.tensor_parallel.turns import Switches, ThreadState, switched
 from fold3d.torch_private import Depth, take_modes_off
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.wrappers import users_hooks
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -323,4 +323,4 @@ class LossRun:
                 raise SplitError(CALLED_AGAIN)
             return original(*args, **kwargs)
 
-        coat.put(Row.RESTS, module, forward)
+        coat.put(Wrap.RESTS, module, forward)

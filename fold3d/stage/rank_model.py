@@ -32,7 +32,7 @@ from fold3d.topology import Topology
 from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.compound import holders, move
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.empty import whole_on_each
@@ -57,7 +57,7 @@ def compile_blocks(coat: Coat, model: Module, blocks: Sequence[str], options: Ma
     coat.callback(try_latest_code_first, True)
     for name in blocks or ("",):
         module = model.get_submodule(name)
-        coat.put(Row.COMPILED, module, _compiled(module.forward, options))
+        coat.put(Wrap.COMPILED, module, _compiled(module.forward, options))
 
 
 def _compiled(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

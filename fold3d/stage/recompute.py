@@ -18,7 +18,7 @@ from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.replay import Before, ChangedBuffers, DrawnNumbers
 from fold3d.trace.arguments import cached_tokens, without_key_values
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 _MOST_NAMES = 20
 """That a message lists."""
@@ -73,7 +73,7 @@ def recompute_modules(coat: Coat, model: nn.Module, names: Iterable[str]) -> Non
     """Makes the modules of these names recompute what they compute."""
     for name in names:
         module = model.get_submodule(name)
-        coat.put(Row.RECOMPUTED, module, recomputed(module, module.forward))
+        coat.put(Wrap.RECOMPUTED, module, recomputed(module, module.forward))
 
 
 def modules_to_recompute(

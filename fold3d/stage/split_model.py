@@ -39,7 +39,7 @@ from fold3d.tensor_parallel.checkpoints import CheckpointMemory, function_around
 from fold3d.tensor_parallel.whole_results import behind_blocks, plain_parts
 from fold3d.torch_private import in_backward, saving_hook
 from fold3d.trace.arguments import ancestors
-from fold3d.trace.coat import Coat, Row, row_beneath
+from fold3d.trace.coat import Coat, Wrap, row_beneath
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.shape_only import ShapeOnly
 from fold3d.weights.missing import at_home
@@ -419,7 +419,7 @@ class SplitModel:
 
         # C++ knows one place of a block in the order; of one that runs several times Python knows them.
         place = indices[0] if len(indices) == 1 else -1
-        self._coat.put(Row.CHUNK, module, forward, self._slot, place, leave)
+        self._coat.put(Wrap.CHUNK, module, forward, self._slot, place, leave)
 
     def _install_outer(self, name: str) -> None:
         module, original = self._whole(name)
@@ -452,7 +452,7 @@ class SplitModel:
                 run.end_module(leave)
             return output
 
-        self._coat.put(Row.CHUNK, module, forward)
+        self._coat.put(Wrap.CHUNK, module, forward)
 
     def _note_results_of(self, name: str) -> None:
         """Of a module inside of blocks, whose results hooks hand on."""
@@ -468,7 +468,7 @@ class SplitModel:
                     run.cargo.note(name, call, output)
             return output
 
-        self._coat.put(Row.NOTED, module, forward)
+        self._coat.put(Wrap.NOTED, module, forward)
 
     def _outside(
         self,
@@ -518,7 +518,7 @@ class SplitModel:
     def _whole(self, name: str) -> tuple[nn.Module, Callable[..., Any]]:
         """Returns a module and its forward of now."""
         module = self._model.get_submodule(name)
-        if row_beneath(module) in (Row.RECOMPUTED, Row.CHUNK):
+        if row_beneath(module) in (Wrap.RECOMPUTED, Wrap.CHUNK):
             raise TraceError(
                 f"module '{name}' is already split, and its forward was replaced since; take off what replaced it "
                 "before another engine uses the model"

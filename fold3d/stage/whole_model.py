@@ -17,7 +17,7 @@ from fold3d.stage.recompute import recompute_modules
 from fold3d.torch_private import in_backward
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.blocks import outer_modules
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 class WholeModel:
@@ -47,10 +47,10 @@ class WholeModel:
         outer = outer_modules(model, blocks) if blocks else []
         for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
             hooks = _Around(self, name, is_block=name in blocks)
-            self._coat.put(Row.SEED, module, hooks.before)
-            self._coat.put(Row.SEED_AFTER, module, hooks.after)
+            self._coat.put(Wrap.SEED, module, hooks.before)
+            self._coat.put(Wrap.SEED_AFTER, module, hooks.after)
         if blocks:
-            self._coat.put(Row.ENDS, model.get_submodule(blocks[-1]), self._ended)
+            self._coat.put(Wrap.ENDS, model.get_submodule(blocks[-1]), self._ended)
         recompute_modules(self._coat, model, recompute)
 
     def run(

@@ -27,7 +27,7 @@ from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argumen
 from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
 from fold3d.torch_private import in_backward
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 class InnerParts:
@@ -60,7 +60,7 @@ class InnerParts:
                 self._note(output, ways, unknown)
             return output
 
-        coat.put(Row.PARTS, module, forward)
+        coat.put(Wrap.PARTS, module, forward)
 
     def _ways(self, result: InnerResult) -> dict[Path, PutTogether | None]:
         ways: dict[Path, PutTogether | None] = {
@@ -164,7 +164,7 @@ def set_attribute(coat: Coat, block: nn.Module, attribute: Attribute) -> None:
         config: Any = copy.copy(module.config)
         setattr(config, name.removeprefix("config."), value)
         name, value = "config", config
-    coat.put(Row.PART_ATTRIBUTES, module, {name: value})
+    coat.put(Wrap.PART_ATTRIBUTES, module, {name: value})
 
 
 def set_attributes(coat: Coat, block: nn.Module, split: BlockSplit, rank: int) -> None:
@@ -174,7 +174,7 @@ def set_attributes(coat: Coat, block: nn.Module, split: BlockSplit, rank: int) -
         holder, _, name = full.rpartition(".")
         module = block.get_submodule(holder)
         if is_linear(module) and name == "weight":
-            coat.put(Row.PART_ATTRIBUTES, module, {widths(module)[shard.dim]: shard.length(rank)})
+            coat.put(Wrap.PART_ATTRIBUTES, module, {widths(module)[shard.dim]: shard.length(rank)})
     for attribute in split.attributes:
         set_attribute(coat, block, attribute)
 
@@ -212,7 +212,7 @@ class _Installer:
         """Puts on the forwards of a group."""
         for name, runs in group.copied.items():
             module = self._block.get_submodule(name)
-            self._coat.put(Row.REGION, module, self._copied(module, indices_of(runs)))
+            self._coat.put(Wrap.REGION, module, self._copied(module, indices_of(runs)))
         for name in dict.fromkeys((*group.entries, *group.exits)):
             module = self._block.get_submodule(name)
             enters, exits = name in group.entries, name in group.exits
@@ -223,7 +223,7 @@ class _Installer:
                 forward = self._linear_entry(module, name, number)
             else:
                 forward = self._region(module, name, number, enters, exits, group.shared)
-            self._coat.put(Row.REGION, module, forward)
+            self._coat.put(Wrap.REGION, module, forward)
 
     def put_on(self, operators: OperatorWatch | None) -> None:
         """Puts everything on the block."""
@@ -286,7 +286,7 @@ class _Installer:
             finally:
                 calls.end(begun)
 
-        self._coat.put(Row.DIVIDED, self._block, forward)
+        self._coat.put(Wrap.DIVIDED, self._block, forward)
 
     def _copied(self, module: nn.Module, channels: Tensor) -> Callable[..., Any]:
         original, ops = module.forward, self._ops
@@ -465,7 +465,7 @@ def _hide(coat: Coat, block: nn.Module, full: str, change: Callable[[Tensor], Te
     module = block.get_submodule(holder)
     parameter = module._parameters.get(name)
     if parameter is not None:
-        coat.put(Row.WEIGHT, module, {name: change(parameter)})
+        coat.put(Wrap.WEIGHT, module, {name: change(parameter)})
 
 
 def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

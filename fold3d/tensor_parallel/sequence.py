@@ -24,7 +24,7 @@ from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
 from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
 from fold3d.torch_private import StorageLabels, in_backward
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 class SequenceLength:
@@ -105,9 +105,9 @@ class BlockSequence:
         returns is handed on.
         """
         if self.split.begins:
-            coat.put(Row.LENGTH, self._block, self.begin)
+            coat.put(Wrap.LENGTH, self._block, self.begin)
         if not self.split.ends:
-            coat.put(Row.HANDED, self._block, lambda _module, _args, output: self.hand_on(output))
+            coat.put(Wrap.HANDED, self._block, lambda _module, _args, output: self.hand_on(output))
 
     def begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The block, the first of those that hand parts to each other, is called with a whole hidden state."""
@@ -192,7 +192,7 @@ class BlockSequence:
             args, kwargs = replace_argument(args, kwargs, one.path, gathered)
             return original(*args, **kwargs)
 
-        coat.put(Row.GATHERED, module, forward)
+        coat.put(Wrap.GATHERED, module, forward)
 
     @contextlib.contextmanager
     def random(self, call: BlockCall, args: Any, kwargs: Any) -> Iterator[None]:

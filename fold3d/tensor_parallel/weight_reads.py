@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.wrappers import whole_shape
 
 _OF_TENSORS = vars(torch._C.TensorBase)
@@ -116,7 +116,7 @@ class Unproved:
     def watch_modules(self, coat: Coat) -> None:
         """Has the modules refuse to run."""
         for name in self._modules:
-            coat.put(Row.UNPROVED, self._block.get_submodule(name), self._refuse(name))
+            coat.put(Wrap.UNPROVED, self._block.get_submodule(name), self._refuse(name))
 
     def watch_parameters(self) -> AbstractContextManager[Any]:
         """Around a forward of the block. Raises: ConfigError, in it."""

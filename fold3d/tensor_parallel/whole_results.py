@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.torch_private import is_called_by_detach_variable
 from fold3d.trace.arguments import ancestors
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 PutTogether = Callable[[Tensor], Tensor]
 """Returns the whole, the same on each rank; all ranks of the group call it."""
@@ -141,7 +141,7 @@ def put_together(coat: Coat, model: nn.Module, blocks: Iterable[str], parts: Seq
         return changed if put.made else None
 
     for name in ancestors(blocks):
-        coat.put(Row.WHOLE, model.get_submodule(name), whole)
+        coat.put(Wrap.WHOLE, model.get_submodule(name), whole)
 
 
 class _PuttingTogether:

@@ -1,6 +1,6 @@
 """The coat: what fold3d puts on the user's modules, in which order, who does it, and how all of it comes off again.
 
-`Row` is the whole list. A room puts what it has on by `Coat.put(row, module, thing)`; when the coat is closed, or what
+`Wrap` is the whole list. A room puts what it has on by `Coat.put(row, module, thing)`; when the coat is closed, or what
 puts it on fails half-way, modules have again what they had, to the entry of `vars()`.
 
 While it is on, copies of modules, deep or pickled, are the user's: forwards are copied as those from before, hooks as
@@ -34,7 +34,7 @@ _LAST: Any = ("register_forward_hook", {})
 _STATE: Any = (("register_state_dict_pre_hook", {}), ("register_load_state_dict_pre_hook", {}))
 
 
-class Row(Enum):
+class Wrap(Enum):
     """What is put on: how, by which room, on what and what for. Of forwards on one module the first is the innermost,
     and none may come beneath one that is on already."""
 
@@ -79,7 +79,7 @@ class Row(Enum):
         self.how, self.room, self.why = how, room, why
         self.place = len(type(self).__members__)
 
-    def may_be_on(self, below: Row) -> bool:
+    def may_be_on(self, below: Wrap) -> bool:
         """Returns whether a forward of this row may come around one of `below`. Blocks are divided one by one, and may
         have modules in common."""
         return below.place <= self.place or self.room == below.room == "tensor_parallel"
@@ -88,7 +88,7 @@ class Row(Enum):
 class Hook:
     """A hook of a module. That of a copy, deep or pickled, does nothing."""
 
-    def __init__(self, row: Row | None, call: Callable[..., Any]) -> None:
+    def __init__(self, row: Wrap | None, call: Callable[..., Any]) -> None:
         self.row, self._call = row, call
 
     def __call__(self, *args: Any) -> Any:
@@ -111,7 +111,7 @@ class Coat(contextlib.ExitStack):
 
     def put(
         self,
-        row: Row,
+        row: Wrap,
         on: nn.Module | Tensor,
         thing: Any,
         slot: CurrentForward | None = None,
@@ -173,13 +173,13 @@ def _restore_attributes(module: nn.Module) -> None:
         setattr(module, name, value)
 
 
-def row_of(forward: BlockForward) -> Row:
+def row_of(forward: BlockForward) -> Wrap:
     """Returns as which row a forward of the coat is on its module."""
-    found: Row = forward.__wrapped__.fold3d_row  # type: ignore[attr-defined]
+    found: Wrap = forward.__wrapped__.fold3d_row  # type: ignore[attr-defined]
     return found
 
 
-def row_beneath(module: nn.Module) -> Row | None:
+def row_beneath(module: nn.Module) -> Wrap | None:
     """Returns the row of the forward around which somebody has put one of theirs, as far as they say so; else None."""
     own = vars(module).get("forward")
     found = unwrap(own, stop=lambda one: isinstance(one, BlockForward)) if callable(own) else None

@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput
 from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -212,7 +212,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
 
         with Coat() as coat:
             if has_stock_generate(self.engine.model) and "generate" not in vars(self.model):
-                coat.put(Row.GENERATE, self.model, {"generate": call})
+                coat.put(Wrap.GENERATE, self.model, {"generate": call})
             yield
 
     def _computes_loss_otherwise(self) -> bool:

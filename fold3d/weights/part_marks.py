@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
-from fold3d.trace.coat import Coat, Hook, Row
+from fold3d.trace.coat import Coat, Hook, Wrap
 from fold3d.trace.wrappers import drop_hooks, set_whole_shape
 from fold3d.weights.missing import INSTEAD
 
@@ -45,23 +45,23 @@ def refuse_states(model: nn.Module) -> None:
     """Has `state_dict()` of the model, and of its modules that hold parts, raise MissingWeightsError: a file made of it
     would look whole."""
     for module, name, ranks in _holders(model):
-        if not any(_is_of(Row.STATE_REFUSED, hook) for hook in module._state_dict_hooks.values()):
-            Coat().put(Row.STATE_REFUSED, module, partial(_refuse_state, name, ranks))
+        if not any(_is_of(Wrap.STATE_REFUSED, hook) for hook in module._state_dict_hooks.values()):
+            Coat().put(Wrap.STATE_REFUSED, module, partial(_refuse_state, name, ranks))
 
 
 def refuse_calls(model: nn.Module) -> None:
     """Has modules that hold parts, when they are called, raise MissingWeightsError: what ranks compute of parts is put
     together no longer, and may look like a result of the whole."""
     for module, name, ranks in _holders(model):
-        if not any(_is_of(Row.CALL_REFUSED, hook) for hook in module._forward_pre_hooks.values()):
-            Coat().put(Row.CALL_REFUSED, module, partial(_refuse_call, name, ranks))
+        if not any(_is_of(Wrap.CALL_REFUSED, hook) for hook in module._forward_pre_hooks.values()):
+            Coat().put(Wrap.CALL_REFUSED, module, partial(_refuse_call, name, ranks))
 
 
 @contextlib.contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
     """Ends what `refuse_calls` began, wherever it did, unless the body raises."""
     for module in model.modules():
-        drop_hooks(module, partial(_is_of, Row.CALL_REFUSED))
+        drop_hooks(module, partial(_is_of, Wrap.CALL_REFUSED))
     try:
         yield
     except BaseException:
@@ -88,7 +88,7 @@ def state_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
         _NAMES_ARE_READ.reset(token)
 
 
-def _is_of(row: Row, hook: Any) -> bool:
+def _is_of(row: Wrap, hook: Any) -> bool:
     return isinstance(hook, Hook) and hook.row is row
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fold3d import Engine, MissingWeightsError, ParallelConfig
-from fold3d.trace.coat import Row
+from fold3d.trace.coat import Wrap
 from tests.helpers import data, models
 from tests.helpers.coats import look, rows_on
 from tests.helpers.ranks import RankPool
 
 CONFIGS = {"gpt2": models.gpt2_config, "llama": models.llama_config}
-REFUSALS = frozenset({Row.STATE_REFUSED, Row.CALL_REFUSED})
+REFUSALS = frozenset({Wrap.STATE_REFUSED, Wrap.CALL_REFUSED})
 """They go with the parts of weights, not with the engine."""
 
 

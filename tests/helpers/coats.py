@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from fold3d._C import BlockForward
-from fold3d.trace.coat import Hook, Row, row_of
+from fold3d.trace.coat import Hook, Wrap, row_of
 
 Look = dict[str, tuple[type[nn.Module], dict[str, Any]]]
 
 
-def look(model: nn.Module, *, stays: frozenset[Row] = frozenset()) -> Look:
+def look(model: nn.Module, *, stays: frozenset[Wrap] = frozenset()) -> Look:
     """Returns the class and the entries of `vars()` of each module: to be compared with others, but for parameters.
 
     Args:
@@ -31,14 +31,14 @@ def look(model: nn.Module, *, stays: frozenset[Row] = frozenset()) -> Look:
     return found
 
 
-def rows_on(model: nn.Module) -> set[Row]:
+def rows_on(model: nn.Module) -> set[Wrap]:
     """Returns the rows of all forwards and hooks on the modules.
 
     Raises: AssertionError for one that is of no row, or for forwards that do not lie in the table's order.
     """
-    found = set[Row]()
+    found = set[Wrap]()
     for module in model.modules():
-        own, rows = vars(module).get("forward"), list[Row]()
+        own, rows = vars(module).get("forward"), list[Wrap]()
         while isinstance(own, BlockForward):
             rows.append(row_of(own))
             own = own.__wrapped__.__wrapped__  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d._C import BlockForward
 from fold3d.engine import engine as engine_module
 from fold3d.stage import rank_model
-from fold3d.trace.coat import Coat, Row, drop_coat, row_beneath, row_of
+from fold3d.trace.coat import Coat, Wrap, drop_coat, row_beneath, row_of
 from tests.helpers import data, models
 from tests.helpers.coats import look, rows_on
 
@@ -35,7 +35,7 @@ ELSEWHERE = {
 }
 
 
-def forwards(module: nn.Module) -> list[Row]:
+def forwards(module: nn.Module) -> list[Wrap]:
     """Returns the rows of the forwards on a module, the outermost first."""
     found, own = [], vars(module).get("forward")
     while isinstance(own, BlockForward):
@@ -50,7 +50,7 @@ def test_each_row_is_put_on_by_its_room_alone() -> None:
         if path.name != "coat.py":
             for name in re.findall(r"\bRow\.([A-Z_]+)\b", path.read_text()):
                 found.setdefault(name, set()).add(path.relative_to(SOURCES).parts[0])
-    assert found == {row.name: {row.room} for row in Row}
+    assert found == {row.name: {row.room} for row in Wrap}
 
 
 def test_nobody_puts_anything_on_a_model_otherwise() -> None:
@@ -72,19 +72,27 @@ def test_all_of_it_comes_off() -> None:
     module = one()
     before = look(module)
     with Coat() as coat:
-        coat.put(Row.PART_ATTRIBUTES, module, {"out_features": 1})
-        coat.put(Row.WEIGHT, module, {"weight": torch.zeros(2, 2), "more": 3})
-        coat.put(Row.RECOMPUTED, module, lambda x: x)
-        coat.put(Row.CHUNK, module, lambda x: x + 1)
+        coat.put(Wrap.PART_ATTRIBUTES, module, {"out_features": 1})
+        coat.put(Wrap.WEIGHT, module, {"weight": torch.zeros(2, 2), "more": 3})
+        coat.put(Wrap.RECOMPUTED, module, lambda x: x)
+        coat.put(Wrap.CHUNK, module, lambda x: x + 1)
         part = coat.enter_context(Coat())
-        for row in (Row.SEED, Row.SEED_AFTER, Row.AFTER_HOOKS, Row.LENGTH, Row.READY, Row.READ, Row.STATE_REFUSED):
+        for row in (
+            Wrap.SEED,
+            Wrap.SEED_AFTER,
+            Wrap.AFTER_HOOKS,
+            Wrap.LENGTH,
+            Wrap.READY,
+            Wrap.READ,
+            Wrap.STATE_REFUSED,
+        ):
             part.put(row, module, lambda *_: None)
-        coat.put(Row.GRADIENT, module.weight, lambda _: None)
+        coat.put(Wrap.GRADIENT, module.weight, lambda _: None)
         assert look(module) != before and module.out_features == 1 and vars(module)["more"] == 3
-        assert forwards(module) == [Row.CHUNK, Row.RECOMPUTED]
-        assert rows_on(module) >= {Row.SEED, Row.READY, Row.READ, Row.CHUNK, Row.RECOMPUTED}
+        assert forwards(module) == [Wrap.CHUNK, Wrap.RECOMPUTED]
+        assert rows_on(module) >= {Wrap.SEED, Wrap.READY, Wrap.READ, Wrap.CHUNK, Wrap.RECOMPUTED}
         part.close()
-        assert rows_on(module) == {Row.CHUNK, Row.RECOMPUTED}
+        assert rows_on(module) == {Wrap.CHUNK, Wrap.RECOMPUTED}
     assert look(module) == before and not module.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
@@ -92,8 +100,8 @@ def test_an_error_half_way_leaves_nothing() -> None:
     module = one()
     before = look(module)
     with pytest.raises(KeyError), Coat() as coat:
-        coat.put(Row.SEED, module, lambda *_: None)
-        coat.put(Row.CHUNK, module, lambda x: x)
+        coat.put(Wrap.SEED, module, lambda *_: None)
+        coat.put(Wrap.CHUNK, module, lambda x: x)
         raise KeyError
     assert look(module) == before
 
@@ -101,19 +109,19 @@ def test_an_error_half_way_leaves_nothing() -> None:
 def test_a_row_never_comes_beneath_a_later_one() -> None:
     with Coat() as coat:
         module = one()
-        coat.put(Row.CHUNK, module, lambda x: x)
+        coat.put(Wrap.CHUNK, module, lambda x: x)
         with pytest.raises(AssertionError):
-            coat.put(Row.VOCABULARY, module, lambda x: x)
-        coat.put(Row.RESTS, module, lambda x: x)
+            coat.put(Wrap.VOCABULARY, module, lambda x: x)
+        coat.put(Wrap.RESTS, module, lambda x: x)
 
 
 def test_what_others_put_around_it_since_stays() -> None:
     coat, module = Coat(), one()
-    coat.put(Row.CHUNK, module, lambda x: x)
+    coat.put(Wrap.CHUNK, module, lambda x: x)
     assert row_beneath(module) is None
     theirs = functools.wraps(module.forward)(lambda x: x)
     module.forward = theirs
-    assert row_beneath(module) is Row.CHUNK
+    assert row_beneath(module) is Wrap.CHUNK
     coat.close()
     assert module.forward is theirs
 
@@ -121,8 +129,8 @@ def test_what_others_put_around_it_since_stays() -> None:
 def test_signatures_are_those_of_the_model() -> None:
     module = one()
     with Coat() as coat:
-        coat.put(Row.CHUNK, module, lambda *args, **kwargs: None)
-        coat.put(Row.RESTS, module, lambda *args, **kwargs: None)
+        coat.put(Wrap.CHUNK, module, lambda *args, **kwargs: None)
+        coat.put(Wrap.RESTS, module, lambda *args, **kwargs: None)
         assert list(inspect.signature(module.forward).parameters) == ["input"]
 
 
@@ -132,9 +140,9 @@ def test_copies_are_without_it(how: Callable[[nn.Module], nn.Module]) -> None:
     want = module(x)
     called = []
     with Coat() as coat:
-        for row in (Row.VOCABULARY, Row.CHUNK):
+        for row in (Wrap.VOCABULARY, Wrap.CHUNK):
             coat.put(row, module, lambda x: called.append("forward") or x)
-        for row in (Row.SEED, Row.SEED_AFTER, Row.READY, Row.READ, Row.LENGTH):
+        for row in (Wrap.SEED, Wrap.SEED_AFTER, Wrap.READY, Wrap.READ, Wrap.LENGTH):
             coat.put(row, module, lambda *_: called.append("hook"))
         copied = how(module)
         assert not called and torch.equal(copied(x), want)
@@ -169,7 +177,10 @@ def test_an_engine_on_one_process(layout: dict[str, Any]) -> None:
     model(**batch)
     before = look(model)
     engine = engine_on(model, layout)
-    assert rows_on(model) - {Row.ENDS, Row.SEED, Row.SEED_AFTER, Row.RECOMPUTED, Row.CHUNK, Row.CHUNKED_LOSS} == set()
+    assert (
+        rows_on(model) - {Wrap.ENDS, Wrap.SEED, Wrap.SEED_AFTER, Wrap.RECOMPUTED, Wrap.CHUNK, Wrap.CHUNKED_LOSS}
+        == set()
+    )
     want = model(**batch).loss
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not rows_on(copied)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fold3d.errors import ConfigError
 from fold3d.tensor_parallel.vocabulary.logits import looks_at_no_element
 from fold3d.tensor_parallel.vocabulary.rules import Call, NeedsWhole
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 logger = logging.getLogger(__name__)
 
@@ -208,4 +208,4 @@ def install_chunked_loss(coat: Coat, model: nn.Module, tokens: int, *, tells: bo
             dtype = original(input.flatten(0, -2)[:0]).dtype
         return DeferredLogits(input, made, dtype)
 
-    coat.put(Row.CHUNKED_LOSS, head, forward)
+    coat.put(Wrap.CHUNKED_LOSS, head, forward)

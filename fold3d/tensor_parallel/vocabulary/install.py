@@ -13,7 +13,7 @@ from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.tensor_parallel.region import REDUCE, RegionOps
 from fold3d.tensor_parallel.vocabulary.column_parallel import Columns
 from fold3d.tensor_parallel.vocabulary.logits import VocabularyParallelLogits
-from fold3d.trace.coat import Coat, Row
+from fold3d.trace.coat import Coat, Wrap
 
 
 def parallel_lookup(module: nn.Embedding, columns: Columns, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +78,10 @@ def install_vocabulary(coat: Coat, model: nn.Module, vocabulary: Vocabulary, ops
     for name, shard in vocabulary.embeddings.items():
         module = model.get_submodule(name)
         assert isinstance(module, nn.Embedding)
-        coat.put(Row.VOCABULARY, module, parallel_lookup(module, Columns(shard, ops), module.forward))
+        coat.put(Wrap.VOCABULARY, module, parallel_lookup(module, Columns(shard, ops), module.forward))
     for name, shard in vocabulary.heads.items():
         module = model.get_submodule(name)
-        coat.put(Row.VOCABULARY, module, _parallel_head(Columns(shard, ops), module.forward))
+        coat.put(Wrap.VOCABULARY, module, _parallel_head(Columns(shard, ops), module.forward))
 
 
 def _parallel_head(columns: Columns, original: Callable[..., Any]) -> Callable[..., Any]:
