@@ -48,7 +48,7 @@ def test_each_row_is_put_on_by_its_room_alone() -> None:
     found: dict[str, set[str]] = {}
     for path in SOURCES.rglob("*.py"):
         if path.name != "coat.py":
-            for name in re.findall(r"\bRow\.([A-Z_]+)\b", path.read_text()):
+            for name in re.findall(r"\bWrap\.([A-Z_]+)\b", path.read_text()):
                 found.setdefault(name, set()).add(path.relative_to(SOURCES).parts[0])
     assert found == {row.name: {row.room} for row in Wrap}
 
