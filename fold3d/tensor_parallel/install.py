@@ -465,7 +465,9 @@ def _hide(coat: Coat, block: nn.Module, full: str, change: Callable[[Tensor], Te
     module = block.get_submodule(holder)
     parameter = module._parameters.get(name)
     if parameter is not None:
-        coat.put(Wrap.WEIGHT, module, {name: change(parameter)})
+        changed = change(parameter)
+        assert name not in vars(module), "no two halves of a micro-batch are here at once"
+        coat.put(Wrap.WEIGHT, module, {name: changed})
 
 
 def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
