@@ -4,8 +4,8 @@
 puts it on fails half-way, modules have again what they had, to the entry of `vars()`.
 
 While it is on, copies of modules, deep or pickled, are the user's: forwards are copied as those from before, hooks as
-ones that do nothing, and a pickled one needs no fold3d to be read. `torch.compile` of the user's runs around each
-forward of the coat, which is no Python code. Parameters are no part of it: what a rank has of them stays
+ones that do nothing, and a pickled one needs no fold3d to be read. A forward of the coat is an object of C++, at which
+torch.compile of the user's interrupts its graph. Parameters are no part of it: what a rank has of them stays
 (`fold3d/weights`).
 """
 

@@ -66,4 +66,4 @@ def test_of_replicas(ranks: RankPool, family: str) -> None:
     layout = {"dp": 2, "segments": 2, "recompute": "blocks", "chunked_loss": 8}
     for rows, said, differs in ranks.run(worn, 2, family, layout):
         assert rows == {"CHUNK", "CHUNKED_LOSS", "READY", "READ"}
-        assert not said and differs < 1e-12
+        assert not said and differs < 1e-6  # a loss in float32, in chunks in another order

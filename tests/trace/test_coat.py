@@ -70,7 +70,7 @@ def one() -> nn.Linear:
 
 def test_all_of_it_comes_off() -> None:
     module = one()
-    before = look(module)
+    weight, before = module.weight, look(module)
     with Coat() as coat:
         coat.put(Wrap.PART_ATTRIBUTES, module, {"out_features": 1})
         coat.put(Wrap.WEIGHT, module, {"weight": torch.zeros(2, 2), "more": 3})
@@ -87,13 +87,13 @@ def test_all_of_it_comes_off() -> None:
             Wrap.STATE_REFUSED,
         ):
             part.put(row, module, lambda *_: None)
-        coat.put(Wrap.GRADIENT, module.weight, lambda _: None)
+        coat.put(Wrap.GRADIENT, weight, lambda _: None)
         assert look(module) != before and module.out_features == 1 and vars(module)["more"] == 3
         assert forwards(module) == [Wrap.CHUNK, Wrap.RECOMPUTED]
         assert rows_on(module) >= {Wrap.SEED, Wrap.READY, Wrap.READ, Wrap.CHUNK, Wrap.RECOMPUTED}
         part.close()
         assert rows_on(module) == {Wrap.CHUNK, Wrap.RECOMPUTED}
-    assert look(module) == before and not module.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert look(module) == before and not weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def test_an_error_half_way_leaves_nothing() -> None:
@@ -184,7 +184,8 @@ def test_an_engine_on_one_process(layout: dict[str, Any]) -> None:
     want = model(**batch).loss
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not rows_on(copied)
-        torch.testing.assert_close(copied(**batch).loss, want, rtol=0, atol=1e-12)
+        # transformers computes the loss in float32, in chunks in another order
+        torch.testing.assert_close(copied(**batch).loss, want, rtol=0, atol=1e-6 if "chunked_loss" in layout else 0)
     assert b"fold3d" not in pickle.dumps(model)
     engine.close()
     assert look(model) == before
