@@ -31,6 +31,8 @@ _FIRST: Any = ("register_forward_pre_hook", {"prepend": True})
 _AFTER: Any = ("register_forward_hook", {"prepend": True})
 """Next to the forward, before hooks of the user's."""
 _LAST: Any = ("register_forward_hook", {})
+_SUMMED: Any = ("register_post_accumulate_grad_hook", {})
+_STATED: Any = ("register_state_dict_post_hook", {})
 _STATE: Any = (("register_state_dict_pre_hook", {}), ("register_load_state_dict_pre_hook", {}))
 
 
@@ -63,7 +65,7 @@ class Wrap(Enum):
     # data_parallel
     READY = (_FIRST,), "data_parallel", "modules with parameters: wait until these are up to date"
     READ = _STATE, "data_parallel", "all modules: the state is read and loaded when weights are up to date"
-    GRADIENT = (("register_post_accumulate_grad_hook", {}),), "data_parallel", "parameters: count gradients"
+    GRADIENT = (_SUMMED,), "data_parallel", "parameters: count gradients"
     # for a moment
     WEIGHT = _INSTEAD, "tensor_parallel", "modules of divided blocks, while they run: read this in a parameter's place"
     ELSEWHERE = _INSTEAD, "stage", "attributes of blocks that other chunks run, while the loss is computed: missing"
@@ -72,7 +74,7 @@ class Wrap(Enum):
     SHOWN = _FORWARD, "stage", "modules that a chunk leaves out: show hooks what these returned elsewhere"
     STAND_IN = _FORWARD, "splitting", "blocks of a copy: return random numbers of the right shapes"
     # for as long as parameters hold parts
-    STATE_REFUSED = (("register_state_dict_post_hook", {}),), "weights", "modules that hold parts: no state of parts"
+    STATE_REFUSED = (_STATED,), "weights", "modules that hold parts: no state of parts"
     CALL_REFUSED = (_BEFORE,), "weights", "the same, without an engine: no results of parts"
 
     def __init__(self, how: Any, room: str, why: str) -> None:
