@@ -28,6 +28,7 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.reducer import Reducer
 from fold3d.placement.bucket_layout import BucketSpec
 from fold3d.topology import Submesh
+from fold3d.trace.coat import Coat
 
 PARAMETERS, WIDTH, MICRO_BATCHES, PER_BUCKET = 600, 16, 8, 50
 MODELS = {
@@ -75,11 +76,11 @@ def counting(dtype: torch.dtype, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"plain": [], "counted": []}
     for turn in range(rounds + 3):
         plain = step(None)
-        reducer = Reducer(
-            buckets, dict.fromkeys(names, 1), lambda bucket: pushed.append(bucket.number), lambda _: False
-        )
-        counted = step(reducer)
-        reducer.remove()
+        with Coat() as coat:
+            reducer = Reducer(
+                coat, buckets, dict.fromkeys(names, 1), lambda bucket: pushed.append(bucket.number), lambda _: False
+            )
+            counted = step(reducer)
         if turn >= 3:
             times["plain"].append(plain)
             times["counted"].append(counted)

@@ -29,6 +29,7 @@ from benchmarks.local.ranks import run_ranks
 from benchmarks.rank_memory import MB, Tokens, config_of, status
 from fold3d import _C
 from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
+from fold3d.trace.coat import Coat
 
 LENGTH = 64
 
@@ -84,7 +85,7 @@ def of_a_loss(vocabulary: int, tokens: int, chunk: int | None) -> int:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     if chunk is not None:
-        install_chunked_loss(model, chunk)
+        install_chunked_loss(Coat(), model, chunk)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(vocabulary, (1, tokens))

@@ -521,6 +521,11 @@ class ParallelConfig:
             )
 
     @property
+    def given_segments(self) -> int | None:
+        """The number of segments that the user has set; None where it is the planner's choice."""
+        return self.segments if isinstance(self.segments, int) else None
+
+    @property
     def updates_each_micro_batch(self) -> bool:
         """Whether PipeDream's versions of weights are asked for."""
         return self.weight_versions != "2bw"

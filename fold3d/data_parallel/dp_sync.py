@@ -51,6 +51,7 @@ from fold3d.data_parallel.transfers import BucketTransfers
 from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel
+from fold3d.trace.coat import Coat
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,10 @@ class DpSync(GradientSync):
         if delay:
             self._late = LateGradients(self.buckets, self._transfers, self._tied, self.settle, self._share_use)
         self._buffers = BufferSync(cut, groups.data, progress)
+        self._coat = cut.coat.enter_context(Coat())
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
-        self._readiness = ParameterReadiness(cut.model, self.buckets, self._open, read)
-        self._reducer = Reducer(self.buckets, uses, self._transfers.reduce, self._is_stale)
+        self._readiness = ParameterReadiness(self._coat, cut.model, self.buckets, self._open, read)
+        self._reducer = Reducer(self._coat, self.buckets, uses, self._transfers.reduce, self._is_stale)
         self._optimizer: BucketwiseOptimizer | None = None
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         self._norm_dtype = gradients.norm_dtype(cut.model)  # not when the norm is made, for which all ranks wait
@@ -296,29 +298,6 @@ class DpSync(GradientSync):
         except _C.CommError as error:
             logger.warning("the weights of the last step are incomplete: %s", error)
 
-    def rest(self) -> None:
-        """Another engine is about to use the model: weights become final, gradients are not ours.
-
-        Raises: ConfigError between `run` and the optimizer's step.
-        """
-        if self._states.has_gradients:
-            raise ConfigError(
-                "another engine was about to use the model between this one's run and optimizer.step(); step first"
-            )
-        self.flush()
-        self._states.on(Event.REST)
-        self._reducer.rest()
-
-    def resume(self) -> None:
-        """The model is ours, perhaps again; what another engine made of the weights is kept."""
-        if not self._states.is_resting:
-            return
-        self._states.on(Event.RESUME)
-        self._reducer.resume()
-        for bucket in self.buckets:
-            if bucket.weights is not None and not all(bucket.holds(parameter) for parameter in bucket.parameters):
-                bucket.flatten_parameters()
-
     steps_by_itself = True
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
@@ -509,6 +488,5 @@ class DpSync(GradientSync):
     def close(self) -> None:
         """Ends the threads and takes the hooks off the model."""
         self._states.on(Event.CLOSE)
-        self._readiness.remove()
-        self._reducer.remove()
+        self._coat.close()
         self._transfers.close()

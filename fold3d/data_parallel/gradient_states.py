@@ -15,8 +15,6 @@ class State(Enum):
     SUMMING = "the gradients are on their way to their sums"
     SHOWN = "the mean gradients are in .grad, for the optimizer"
     LEFT = "the mean gradients are left in .grad until the next step"
-    RESTING = "another engine uses the model"
-    RESTING_LEFT = "another engine uses the model, the last mean gradients are left in .grad"
     CLOSED = "the engine is closed"
 
 
@@ -31,8 +29,6 @@ class Event(Enum):
     LEAVE = "they are put into .grad, where no optimizer takes them"
     TAKE = "the optimizer takes them"
     DROP = "they are dropped"
-    REST = "another engine is about to use the model"
-    RESUME = "the model is this engine's again"
     CLOSE = "the engine is closed"
 
 
@@ -40,8 +36,6 @@ _ALLOWED: Mapping[tuple[State, Event], State] = MappingProxyType(
     {
         (State.IDLE, Event.ATTACH): State.IDLE,
         (State.LEFT, Event.ATTACH): State.IDLE,
-        (State.RESTING, Event.ATTACH): State.RESTING,
-        (State.RESTING_LEFT, Event.ATTACH): State.RESTING,
         (State.IDLE, Event.BEGIN): State.ACCUMULATING,
         (State.LEFT, Event.BEGIN): State.ACCUMULATING,
         (State.ACCUMULATING, Event.HAND_OVER): State.SUMMING,
@@ -53,10 +47,6 @@ _ALLOWED: Mapping[tuple[State, Event], State] = MappingProxyType(
         (State.ACCUMULATING, Event.DROP): State.IDLE,
         (State.SUMMING, Event.DROP): State.IDLE,
         (State.SHOWN, Event.DROP): State.IDLE,
-        (State.IDLE, Event.REST): State.RESTING,
-        (State.LEFT, Event.REST): State.RESTING_LEFT,
-        (State.RESTING, Event.RESUME): State.IDLE,
-        (State.RESTING_LEFT, Event.RESUME): State.LEFT,
     }
     | {(state, Event.CLOSE): State.CLOSED for state in State}
 )
@@ -96,11 +86,6 @@ class GradientStates:
         return self._state in (State.ACCUMULATING, State.SUMMING, State.SHOWN)
 
     @property
-    def is_resting(self) -> bool:
-        """Whether another engine uses the model."""
-        return self._state in (State.RESTING, State.RESTING_LEFT)
-
-    @property
     def in_grad(self) -> bool:
         """Whether the mean gradients are in `.grad`."""
-        return self._state in (State.SHOWN, State.LEFT, State.RESTING_LEFT)
+        return self._state in (State.SHOWN, State.LEFT)

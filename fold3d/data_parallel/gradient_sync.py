@@ -68,12 +68,6 @@ class GradientSync:
     def finish(self) -> None:
         """Waits for what is under way."""
 
-    def rest(self) -> None:
-        """Another engine is about to use the model. Raises ConfigError in the middle of a step."""
-
-    def resume(self) -> None:
-        """The model is ours, perhaps again."""
-
     def collect_state(self) -> None:
         """Makes the optimizer's state whole on this rank; all replicas call."""
 

@@ -6,27 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from fold3d.data_parallel.bucket import Bucket
-
-
-class Hook:
-    """A hook of ours on a module. Copies and pickles of the module have one that does nothing."""
-
-    def __init__(self, call: Callable[[], None]):
-        self._call = call
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Whatever the hook is given, it only waits."""
-        self._call()
-
-    def __reduce__(self) -> Any:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None:
-    """What a hook in a copy calls."""
+from fold3d.trace.coat import Coat, Wrap
 
 
 class ParameterReadiness:
@@ -34,12 +16,14 @@ class ParameterReadiness:
 
     def __init__(
         self,
+        coat: Coat,
         model: Module,
         buckets: Sequence[Bucket],
         open_bucket: Callable[[Bucket], None],
         read: Callable[[], None],
     ):
         """Args:
+        coat: hooks on the model go with it.
         open_bucket: brings one bucket up to date; blocks until that is done.
         read: called before somebody reads or replaces weights through a state_dict; opens all.
         """
@@ -52,20 +36,16 @@ class ParameterReadiness:
                 self._of_chunk.setdefault(chunk, []).append(bucket)
             for name in bucket.spec.modules:
                 of_module.setdefault(name, []).append(bucket)
-        self._hooks: list[RemovableHandle] = [
-            model.get_submodule(name).register_forward_pre_hook(self._hook(waiting), prepend=True)
-            for name, waiting in of_module.items()
-        ]
+        for name, waiting in of_module.items():
+            coat.put(Wrap.READY, model.get_submodule(name), self._hook(waiting))
 
         # Whoever reads weights the usual way gets them whole; what is loaded is not stepped once more.
-        def before_state_dict() -> None:
+        def before_state_dict(*_: Any) -> None:
             if self._closed:
                 read()
 
-        hook = Hook(before_state_dict)
         for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-            self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            coat.put(Wrap.READ, module, before_state_dict)
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""
@@ -94,15 +74,9 @@ class ParameterReadiness:
                 self._open_bucket(bucket)
                 del self._closed[bucket.number]
 
-    def _hook(self, waiting: Sequence[Bucket]) -> Hook:
-        def before_forward() -> None:
+    def _hook(self, waiting: Sequence[Bucket]) -> Callable[..., None]:
+        def before_forward(*_: Any) -> None:
             if self._closed:
                 self._open(waiting)
 
-        return Hook(before_forward)
-
-    def remove(self) -> None:
-        """Takes the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        return before_forward

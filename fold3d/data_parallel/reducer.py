@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.errors import ConfigError
+from fold3d.trace.coat import Coat, Wrap
 
 
 class Reducer:
@@ -21,12 +21,14 @@ class Reducer:
 
     def __init__(
         self,
+        coat: Coat,
         buckets: Sequence[Bucket],
         uses: Mapping[str, int],
         push: Callable[[Bucket], None],
         is_stale: Callable[[Bucket], bool],
     ):
         """Args:
+        coat: hooks on the parameters go with it.
         uses: parameter name -> chunks of this rank that read it.
         push: called on the thread that runs backward.
         is_stale: whether the bucket's parameters are still those of the step before.
@@ -40,13 +42,11 @@ class Reducer:
         self._order: list[int] = []
         self._next = 0
         self._held = False
-        self._listens = True  # else another engine is training the model
-        self._hooks: list[RemovableHandle] = []
         for position, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
                 hook, is_trained = self._hook(position, bucket, index), parameter.requires_grad
                 parameter.requires_grad_(True)  # torch hooks no frozen one, which may be trained later
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                coat.put(Wrap.GRADIENT, parameter, hook)
                 parameter.requires_grad_(is_trained)
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, hold: bool) -> None:
@@ -75,24 +75,8 @@ class Reducer:
         self._held = False
         self._advance()
 
-    def rest(self) -> None:
-        """Gradients that come from now on are another engine's."""
-        self._listens = False
-
-    def resume(self) -> None:
-        """Gradients are ours again."""
-        self._listens = True
-
-    def remove(self) -> None:
-        """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def _hook(self, position: int, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
         def accumulated(_: Parameter) -> None:
-            if not self._listens:
-                return
             if self._complete[position]:
                 self._refuse_late(bucket.names[index])
             if self._is_stale(bucket):

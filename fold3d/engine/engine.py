@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import BuildRequest, CutModel, First, cut_model
 from fold3d.engine.planning.mesh import Asked, decide_mesh
-from fold3d.engine.turns import take_turn
 from fold3d.errors import ConfigError
 from fold3d.faults.job import supervisor_of_engine
 from fold3d.observe.memory import MemoryWatch
@@ -49,6 +49,9 @@ from fold3d.trace.batches import is_transformers_model, samples_of, synthetic_ex
 from fold3d.weights.empty import folder_of
 from fold3d.weights.part_marks import calls_allowed
 from fold3d.weights.parts import Parts
+
+_engines: WeakKeyDictionary[Module, weakref.ref[Engine]] = WeakKeyDictionary()
+"""Of each model the one that has cut it, or is about to."""
 
 
 class Engine(state.WholeState):
@@ -81,6 +84,8 @@ class Engine(state.WholeState):
             None: blocks are not compiled.
         trained_later: returns names of parameters that may be trained although they are frozen when the model is cut,
             such as an adapter that is not switched on; asked then. With several replicas others cannot be, later.
+
+    A model has one engine: one that cuts a model which another has cut closes that.
 
     Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
         model, on every rank, when any rank fails.
@@ -179,18 +184,22 @@ class Engine(state.WholeState):
 
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
         """Returns the run of the first micro-batch's loss function, if it has begun."""
-        self._take_turn()
+        self._take_model()
         begin = time.perf_counter()
         with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
             cut = cut_model(self._order, self.world, example, first)
             self._cut = replace(cut, begun=None)
-            rank = self._connect(cut)
+            weakref.finalize(self, cut.cut.coat.close).atexit = False
+            try:
+                self._connect(cut)
+            except BaseException:
+                cut.cut.coat.close()
+                raise
         self.planned_memory = None if cut.planned is None else cut.planned[1].memory_bytes
         self._follow(cut.strategy)
-        weakref.finalize(self, rank.cut.remove).atexit = False
         if self._make_optimizer is not None:
             # torch's optimizers refuse an empty list; a stage all of whose parameters are frozen gets one of no size.
-            trainable = list(rank.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
+            trainable = list(cut.cut.trainable().values()) or [Parameter(torch.empty(0, device=self.device))]
             try:
                 self.attach(self._make_optimizer(trainable))
             except BaseException:
@@ -200,6 +209,16 @@ class Engine(state.WholeState):
             settle()
         self.setup_seconds += time.perf_counter() - begin
         return cut.begun
+
+    def _take_model(self) -> None:
+        """The model is this engine's: one that had it before is closed, with weights that are final."""
+        found = _engines.get(self.model)
+        before = None if found is None else found()
+        if before is not None and before is not self and before.is_built:
+            if before._supervisor.progress.life.failure is None:
+                before.drain()
+            before.close()
+        _engines[self.model] = weakref.ref(self)
 
     def _connect(self, cut: CutModel) -> BuiltRank:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
@@ -287,20 +306,6 @@ class Engine(state.WholeState):
         if before is None or (before.schedule, before.group_size) != (strategy.schedule, strategy.group_size):
             self.programs = Programs.of(strategy)
 
-    def _take_turn(self) -> None:
-        """Makes the model this engine's, which another one may have used since."""
-        take_turn(self, self.model)
-        if self._rank is not None:
-            self._rank.cut.resume()
-            self._rank.sync.resume()
-
-    def rest(self) -> None:
-        """Another engine is about to use the model. Raises: ConfigError between `run` and the optimizer's step."""
-        if self._rank is not None:
-            self._rank.step.drain()
-            self._rank.sync.rest()
-            self._rank.cut.remove()  # its next run puts back what it needs
-
     # One's own loop, or a trainer's
 
     def run(
@@ -334,7 +339,6 @@ class Engine(state.WholeState):
         loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
         number = self.step_index
         rank, begun = self._begin(micro_batches[0], loss_fn, (self.config.seed, number, self.topology.dp_rank))
-        self._take_turn()
         self.step_index += 1
         return rank.step.run(
             *(number, self._replan, lambda parts: self.programs.training(parts), micro_batches, loss_fn, begun),
@@ -382,7 +386,6 @@ class Engine(state.WholeState):
                 return. Its result may be any nesting of tensors and plain Python values.
         """
         check_batches([batch])
-        self._take_turn()
         rank, begun = self._begin(batch, fn, None)
         return rank.step.evaluate(self.programs.evaluation(), batch, fn, begun)
 
@@ -475,7 +478,7 @@ class Engine(state.WholeState):
         if self._world is not None:
             self._world.close()
         if rank is not None:
-            rank.cut.remove()
+            rank.cut.coat.close()
 
     # What is there
 

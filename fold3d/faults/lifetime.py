@@ -69,7 +69,9 @@ class Lifetime:
         if self._failure is not None and self._raised:
             raise RankError(f"this engine stopped at an earlier failure: {self._failure}")
         if self._closed:
-            raise ConfigError("this engine is closed; make a new one, with a new model")
+            raise ConfigError(
+                "this engine is closed, perhaps by a later one of its model; make a new one, with a new model"
+            )
 
     def end_with(self, part: Abortable) -> None:
         """`part.abort(message)` is called when the job fails, or at once if it has."""

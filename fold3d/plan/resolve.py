@@ -144,8 +144,8 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, 
 
 def _only_segments(config: ParallelConfig, dp: int) -> int | None:
     name = config.schedule
-    if isinstance(config.segments, int):
-        return config.segments
+    if config.given_segments is not None:
+        return config.given_segments
     if name.endswith(".csv"):
         return schedules.load_csv(name).segments
     only = None if name == AUTO else schedules.only_segments(name)

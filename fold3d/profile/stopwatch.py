@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fold3d.device import rng_untouched, synchronize
 from fold3d.profile.calls import ModuleCall, TensorShape
-from fold3d.trace import drop_wrappers
+from fold3d.trace import drop_coat
 from fold3d.trace.compound import compute_as_linear, holders, is_compound, move, parts_of
 
 _MOST_RUNS = 15
@@ -130,7 +130,7 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = real
     made: nn.Module = copy.deepcopy(module, memo)
-    drop_wrappers(made)
+    drop_coat(made)
 
     def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
         return nn.Parameter(_values(TensorShape(shape, dtype), device, generator) * 0.02, requires_grad=False)

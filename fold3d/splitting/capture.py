@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from fold3d.errors import TraceError
 from fold3d.sharding.split import Path
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.arguments import Arguments, without_key_values
+from fold3d.trace.coat import Coat, Wrap, drop_coat
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import kinds_of
 from fold3d.trace.shape_only import ShapeOnly
-from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape, wrap
+from fold3d.trace.wrappers import drop_hooks, is_users, users_hooks, whole_shape
 from fold3d.weights.materialize import materialize
 
 _DEVICE = Tensor.device.__get__
@@ -184,10 +185,10 @@ class _CapturedRun:
 
             return forward
 
-        with ExitStack() as undo, suppress(_Done):
+        with Coat() as coat, suppress(_Done):
             for names, is_block in ((self._outer, False), (self._trace.modules, True)):
                 for name in names:
-                    undo.callback(wrap(self._shadow.get_submodule(name), stub(name, is_block)))
+                    coat.put(Wrap.STAND_IN, self._shadow.get_submodule(name), stub(name, is_block))
             with torch.no_grad(), _InHostMemory():
                 self._called(**self._batch)
         return calls
@@ -218,7 +219,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     shadow = copy.deepcopy(model, memo)
-    drop_wrappers(shadow)
+    drop_coat(shadow)
     for module in shadow.modules():
         drop_hooks(module, is_users)
         for name, buffer in module._buffers.items():

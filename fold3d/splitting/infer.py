@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +19,10 @@ from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.probe import Atom, Local, Poison, Probe, Respond, Response, atoms
 from fold3d.splitting.regions import Reach, Region, find_regions
 from fold3d.splitting.sites import Site
-from fold3d.tensor_parallel.install import set_attribute, set_widths
+from fold3d.tensor_parallel.install import set_attribute, set_attributes
 from fold3d.tensor_parallel.linear import is_linear
 from fold3d.tensor_parallel.slices import paths_of, replace_argument, take_part
+from fold3d.trace.coat import Coat
 
 
 @dataclass(slots=True)
@@ -288,13 +288,12 @@ class Numbers:
 
     def _matters(self, attribute: Attribute) -> bool:
         """Returns whether the block computes something else with another value: if not, nothing reads it."""
-        undo = set_attribute(self._probe.block, attribute)
         try:
-            found = self._probe.run_otherwise()
+            with Coat() as coat:
+                set_attribute(coat, self._probe.block, attribute)
+                found = self._probe.run_otherwise()
         except Exception:
             return True
-        finally:
-            undo()
         return not _equal(found, self._whole) or not close(_leaves(self._probe.output), _leaves(self._output))
 
     # -- comparison --
@@ -303,12 +302,9 @@ class Numbers:
         """Returns which results are parts on a rank, or None if a rank does not compute what it should."""
         results: list[Any] = []
         for rank in range(self._tp):
-            widths = set_widths(self._probe.block, split, rank)
-            attributes = (set_attribute(self._probe.block, one) for one in split.attributes)
             try:
-                with ExitStack() as undo:
-                    for one in itertools.chain(widths, attributes):
-                        undo.callback(one)
+                with Coat() as coat:
+                    set_attributes(coat, self._probe.block, split, rank)
                     seen = self._run(drafts, split, rank)
             except Exception:
                 return None

@@ -28,6 +28,7 @@ from fold3d.tensor_parallel.random_draws import PartialDraws
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.tensor_parallel.weight_reads import Reads
+from fold3d.trace.coat import Coat
 
 _Difference = tuple[int, str, Tensor | None, Tensor | None]
 RANK = 8
@@ -310,7 +311,7 @@ def install_as_rank(
     if sequence is not None:
         parted = BlockSequence(block, sequence, SequenceLength(ops.size, ops.rank), ops, calls)
     watch = None if operators is None else OperatorWatch(NumberSet(), operators.update)
-    install_block(block, split, ops.rank, ops, calls, parted, watch)
+    install_block(Coat(), block, split, ops.rank, ops, calls, parted, watch)
 
 
 def _set_buffers(block: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,8 @@ from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.splitting.proof import TOLERANCE
 from fold3d.tensor_parallel.vocabulary import install_vocabulary
-from fold3d.trace.wrappers import drop_hooks, drop_wrappers, users_hooks
+from fold3d.trace.coat import Coat, drop_coat
+from fold3d.trace.wrappers import drop_hooks, users_hooks
 
 _WIDTH = 8
 """Columns of the tables that are compared: what a row holds is looked up and multiplied alike, however long it is."""
@@ -102,7 +103,7 @@ def _compare(
     twins = [_twin(module, values, partial(shard.take, rank=rank)) for rank in range(shard.ranks)]
 
     def as_rank(ops: EmulatedOps) -> tuple[Tensor, list[Tensor]]:
-        install_vocabulary(twins[ops.rank], alone, ops)
+        install_vocabulary(Coat(), twins[ops.rank], alone, ops)
         return use(twins[ops.rank], width)
 
     try:
@@ -137,7 +138,7 @@ def _twin(module: nn.Module, values: dict[str, Tensor], part: Callable[[Tensor],
     for name, parameter in module.named_parameters(recurse=False):
         memo[id(parameter)] = nn.Parameter(part(values[name]))
     twin = copy.deepcopy(module, memo)
-    drop_wrappers(twin)
+    drop_coat(twin)
     drop_hooks(twin, lambda hook: True)
     for name, buffer in twin.named_buffers():
         if buffer.is_meta:

@@ -16,10 +16,10 @@ from fold3d._C import ForwardCursor
 from fold3d.errors import SplitError
 from fold3d.tensor_parallel.whole_results import plain_parts
 from fold3d.torch_private import saving_hook
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.hooked_results import HookedCall
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.module_results import Crossing, Crossings, TreeStructure, Value
-from fold3d.trace.wrappers import wrap
 
 
 def hooked_modules(trace: Trace) -> list[str]:
@@ -65,9 +65,10 @@ def show(
             [tensors[number] if number in tensors else torch.empty(0) for number in range(one.structure.num_tensors)]
         )
         module = model.get_submodule(one.module)
-        undo = wrap(module, lambda *_, output=output, **__: output)
         try:
-            module(*(given[number] for number in one.given))
+            with Coat() as coat:
+                coat.put(Wrap.SHOWN, module, lambda *_, output=output, **__: output)
+                module(*(given[number] for number in one.given))
         except Exception as error:
             raise SplitError(
                 f"a hook of '{one.module}' fails with {type(error).__name__}: {error}. Its result is read behind a "
@@ -75,8 +76,6 @@ def show(
                 "else that it was given is in another part of the model. Let the hook read nothing but the result, "
                 "take it off, or set pp=1 and segments=1"
             ) from error
-        finally:
-            undo()
 
 
 class Borders:

@@ -21,6 +21,7 @@ from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.torch_private import StorageLabels, modules_around
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.missing import missing
@@ -37,14 +38,15 @@ class ForeignTensors:
     looked at.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, *, computes_loss: bool) -> None:
+    def __init__(self, coat: Coat, model: nn.Module, trace: Trace, *, computes_loss: bool) -> None:
         """Args:
+        coat: hooks on the model go with it.
         computes_loss: whether this process has the model's last chunk.
         """
         self._model, self._trace, self._computes_loss = model, trace, computes_loss
         self._blocks = {id(model.get_submodule(name)) for name in trace.blocks}
         self._hooks_ever, self._hooked = -1, ""
-        self._undo: list[RemovableHandle] = []
+        self._coat = coat.enter_context(Coat())
         self._run: ChunkRun | None = None
         self._is_users = False
         self._seen = StorageLabels[tuple[object, str]]()
@@ -84,27 +86,21 @@ class ForeignTensors:
             return "" if is_ours else name
 
         first = 0 if run is None or not is_users else run.lo
-        with self._missing_attributes(first), _Looking(keeper) if looks else contextlib.nullcontext():
-            yield
+        with Coat() as coat:
+            self._hide_attributes(coat, first)
+            with _Looking(keeper) if looks else contextlib.nullcontext():
+                yield
 
-    @contextlib.contextmanager
-    def _missing_attributes(self, first: int) -> Iterator[None]:
-        """Attributes that have anything of blocks before `first` are missing for a while."""
+    def _hide_attributes(self, coat: Coat, first: int) -> None:
+        """Attributes that have anything of blocks before `first` are missing."""
         before = tuple(f"{block}." for block in self._trace.blocks[:first])
-        held: list[tuple[nn.Module, str, Any]] = []
         for name, of in zip(self._trace.kept, self._trace.kept_of, strict=True) if first else ():
             owner, _, attribute = name.rpartition(".")
             if of < first or name.startswith(before):
                 module = self._model.get_submodule(owner)
-                value = vars(module).get(attribute)
-                held.append((module, attribute, value))
                 stands_in = missing(f"what the attribute {name} keeps")
-                vars(module)[attribute] = tree_map_only(Tensor, lambda _, one=stands_in: one, value)
-        try:
-            yield
-        finally:
-            for module, attribute, value in held:
-                vars(module)[attribute] = value
+                value = tree_map_only(Tensor, lambda _, one=stands_in: one, vars(module).get(attribute))
+                coat.put(Wrap.ELSEWHERE, module, {attribute: value})
 
     def hooked(self) -> str:
         """Returns the name of a module that has hooks of the user's; "" where none has."""
@@ -112,22 +108,15 @@ class ForeignTensors:
             self._install()
         return self._hooked
 
-    def remove(self) -> None:
-        """Takes its hooks off the model."""
-        while self._undo:
-            self._undo.pop().remove()
-        self._hooks_ever, self._seen, self._hooked = -1, StorageLabels(), ""
-
     def _install(self) -> None:
-        seen = self._seen
-        self.remove()
-        self._seen = seen
+        self._coat.close()
+        self._hooked = ""
         for name, module in self._model.named_modules():
             if name and next(users_hooks(module, backward=False), None) is not None:
                 self._hooked = self._hooked or name
                 note = _Note(self, name)
-                self._undo.append(module.register_forward_hook(note.before, prepend=True))
-                self._undo.append(module.register_forward_hook(note.after))
+                self._coat.put(Wrap.BEFORE_HOOKS, module, note.before)
+                self._coat.put(Wrap.AFTER_HOOKS, module, note.after)
         self._hooks_ever = RemovableHandle.next_id
 
     def note(self, name: str, module: nn.Module, values: Any) -> _Shown | None:
@@ -158,22 +147,18 @@ class ForeignTensors:
 
 
 class _Note:
-    """Hooks of one module, in front of the user's and behind them. Those of a copy, deep or pickled, note nothing."""
+    """Hooks of one module, in front of the user's and behind them."""
 
-    def __init__(self, tensors: ForeignTensors | None, name: str) -> None:
+    def __init__(self, tensors: ForeignTensors, name: str) -> None:
         self._tensors, self._name = tensors, name
         self._shown: list[_Shown | None] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Note, (None, self._name)
-
     def before(self, module: nn.Module, args: Any, output: Any) -> None:
         """The user's hooks come next."""
-        if self._tensors is not None:
-            shown = self._tensors.note(self._name, module, (args, output))
-            self._shown.append(shown)
-            if shown is not None:
-                shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
+        shown = self._tensors.note(self._name, module, (args, output))
+        self._shown.append(shown)
+        if shown is not None:
+            shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,13 @@ from torch.backends import cuda
 from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
-from fold3d._C import CurrentForward, block_forward, reseed
+from fold3d._C import reseed
 from fold3d.errors import SplitError
 from fold3d.stage.users_state import KeptAttributes, ModelState
 from fold3d.tensor_parallel.turns import Switches, ThreadState, switched
 from fold3d.torch_private import Depth, take_modes_off
-from fold3d.trace.wrappers import users_hooks, wrap
+from fold3d.trace.coat import Coat, Wrap
+from fold3d.trace.wrappers import users_hooks
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -278,15 +278,15 @@ class LossRun:
 
     def _run(self, switch: Callable[[], Any]) -> None:
         """Runs the function until it rests or ends."""
-        depth, undo = Depth.now(), [self._rest_in(name) for name in self._names]
+        depth = Depth.now()
         try:
-            result = switched(switch)
+            with Coat() as coat:
+                for name in self._names:
+                    self._rest_in(coat, name)
+                result = switched(switch)
         except BaseException:
             self._over(None)
             raise
-        finally:
-            for remove in reversed(undo):
-                remove()
         assert self._coroutine is not None
         if self._coroutine.dead:
             self._over(result)
@@ -308,12 +308,11 @@ class LossRun:
             if settings is not None:
                 settings.restore()
 
-    def _rest_in(self, name: str) -> Callable[[], None]:
-        """Has the function rest where it calls the module; returns what undoes that."""
+    def _rest_in(self, coat: Coat, name: str) -> None:
+        """Has the function rest where it calls the module."""
         module = self._model.get_submodule(name)
         original = module.forward
 
-        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if running_loss() is not self:
                 return original(*args, **kwargs)
@@ -324,5 +323,4 @@ class LossRun:
                 raise SplitError(CALLED_AGAIN)
             return original(*args, **kwargs)
 
-        # Copies that the function makes of the model have the forward of before.
-        return wrap(module, block_forward(CurrentForward(), -1, 0, forward, original))
+        coat.put(Wrap.RESTS, module, forward)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, LossFunction, loss_run
-from fold3d.stage.recompute import Checkpoints, modules_to_recompute
+from fold3d.stage.recompute import modules_to_recompute, recompute_modules
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import ModelState
 from fold3d.stage.whole_model import WholeModel
@@ -34,17 +32,18 @@ from fold3d.topology import Topology
 from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.compound import holders, move
-from fold3d.trace.wrappers import whole_shape, wrap
+from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.empty import whole_on_each
 from fold3d.weights.materialize import materialize
-from fold3d.weights.part_marks import allow_calls, refuse_calls, refuse_states
+from fold3d.weights.part_marks import refuse_calls, refuse_states
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
 
-def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, Any]) -> Callable[[], None]:
-    """Compiles the forwards of `blocks`, of the model where none are known; returns what undoes it.
+def compile_blocks(coat: Coat, model: Module, blocks: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Compiles the forwards of `blocks`, of the model where none are known.
 
     What lies around a block (its hooks, its seed, waiting for its weights, computing it again) runs as it is, and what
     is compiled is the block's own code. Compilation happens when a block first runs, and again for other shapes.
@@ -55,26 +54,20 @@ def compile_blocks(model: Module, blocks: Sequence[str], options: Mapping[str, A
     # What is computed again must run the code that ran first. By default the code that ran last is tried first, which
     # between a forward and its backward may have become that of another micro-batch's shapes.
     try_latest_code_first(False)
-    undo = [lambda: try_latest_code_first(True)]
-    undo += [_compile(model.get_submodule(name), options) for name in blocks or ("",)]
-
-    def remove() -> None:
-        while undo:
-            undo.pop()()
-
-    return remove
+    coat.callback(try_latest_code_first, True)
+    for name in blocks or ("",):
+        module = model.get_submodule(name)
+        coat.put(Wrap.COMPILED, module, _compiled(module.forward, options))
 
 
-def _compile(module: Module, options: Mapping[str, Any]) -> Callable[[], None]:
-    original = module.forward
+def _compiled(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     compiled = torch.compile(original, **options)
 
-    @functools.wraps(original)
     def forward(*args: Any, **named: Any) -> Any:
         # A mode looks at every operation, such as a recording's: there is nothing to be gained from compiling.
         return (original if follows_operations() else compiled)(*args, **named)
 
-    return wrap(module, forward)
+    return forward
 
 
 logger = logging.getLogger(__name__)
@@ -107,19 +100,23 @@ def begin_loss(
     return loss
 
 
-def record(model: Module, config: ParallelConfig, example: Mapping[str, Any] | None) -> Trace | None:
+def record(
+    model: Module, config: ParallelConfig, example: Mapping[str, Any] | None, segments: int | None
+) -> Trace | None:
     """Returns the recording of the model; None for one that cannot be recorded and need not be cut.
 
+    Args:
+        segments: None where their number is open.
     Raises: TraceError for a model that must be cut and cannot be.
     """
     try:
         _check_not_compiled(model)
-        chunks = config.pp * (1 if config.segments == AUTO else int(config.segments))
+        chunks = config.pp * (segments or 1)
         return trace(model, blocks=config.blocks, partition=config.partition, example=example, chunks=chunks)
     except TraceError as error:
         # Data parallelism alone needs no blocks, unless the user has named them.
         named = config.blocks != AUTO or config.partition != BLOCKS
-        if config.pp > 1 or config.tp > 1 or config.segments not in (1, AUTO) or named:
+        if config.pp > 1 or config.tp > 1 or segments not in (1, None) or named:
             raise
         logger.info("the model stays in one piece: %s", error)
         return None
@@ -166,6 +163,7 @@ class RankModel:
         placement: which stage holds which parameter.
         group: of the ranks that share its weights; who connects the ranks connects it.
         operators: what its blocks have run that was not proved.
+        coat: all that is on its modules while this uses it.
         parts: which part of each parameter is this rank's.
         shares: of parameters whose parts overlap: one over the number of ranks that hold an element, fp64, of a shape
             that expands to the parameter's.
@@ -208,8 +206,7 @@ class RankModel:
             else _blocks_of(model, config, recording)
         )
         modules = list(dict.fromkeys(blocks))
-        self._compile = None if compile_options is None else partial(compile_blocks, model, modules, compile_options)
-        self._inner = modules_to_recompute(model, blocks, self.ranges, recompute)
+        inner = modules_to_recompute(model, blocks, self.ranges, recompute)
         again = recomputed_blocks(blocks, self.ranges, strategy.pp, recompute, topology.style)
         placement = ParameterPlacement.of(
             names, self.layout, self.ranges, strategy.pp, tied_groups(model), topology.style
@@ -230,19 +227,9 @@ class RankModel:
             shard_parameters(model, self.parts)
         refuse_states(model)
         _move(model, device)
-        self._undo: list[Callable[[], None]] = []
-        self._chunked_loss = config.chunked_loss
-        self._checkpoints: Checkpoints | None = None
         self._apart: SplitModel | None = None
         self.group = TensorParallelGroup.of(self.parts.plan.tp, topology.tp_rank)
         self.operators = BlockOperators(self.parts.plan)
-        self.resume()
-        if strategy.num_chunks == 1:
-            self.split = WholeModel(model, blocks, recompute=again)
-        else:
-            assert self.trace is not None, "what is cut was recorded"
-            is_end = topology.has_loss
-            self.split = SplitModel(model, self.trace, self.ranges, recompute=again, computes_loss=is_end)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
@@ -255,22 +242,27 @@ class RankModel:
             for name, parameter in self.parameters.items()
             if (shard := self.parts.shard_of(name)) is not None and shard.overlaps
         }
-
-    def resume(self) -> None:
-        """The model is about to run, perhaps after another engine used it: puts what shards do on it, inside of what a
-        chunk does differently, which its next run puts back."""
-        if not self._undo:
-            plan = self.parts.plan
+        plan = self.parts.plan
+        with Coat() as coat:
+            coat.callback(refuse_calls, model)  # without it, parts look like the whole
             if plan.tp > 1:
-                allow_calls(self.model)
-                self._undo.append(install(self.model, plan, self.parts.rank, self.group, self.operators))
-                self._undo.append(install_vocabulary(self.model, plan.vocabulary, self.group))
-            if self._chunked_loss is not None:
-                self._undo.append(install_chunked_loss(self.model, self._chunked_loss, tells=self.parts.rank == 0))
-            if self._compile is not None:
-                self._undo.append(self._compile())
-        if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self.model, self._inner)
+                install(coat, model, plan, self.parts.rank, self.group, self.operators)
+                install_vocabulary(coat, model, plan.vocabulary, self.group)
+            if config.chunked_loss is not None:
+                install_chunked_loss(coat, model, config.chunked_loss, tells=self.parts.rank == 0)
+            if compile_options is not None:
+                compile_blocks(coat, model, modules, compile_options)
+            recompute_modules(coat, model, inner)
+            on_top = coat.enter_context(Coat())
+            if strategy.num_chunks == 1:
+                self.split = WholeModel(model, blocks, recompute=again, coat=on_top)
+            else:
+                assert self.trace is not None, "what is cut was recorded"
+                is_end = topology.has_loss
+                self.split = SplitModel(
+                    model, self.trace, self.ranges, recompute=again, computes_loss=is_end, coat=on_top
+                )
+            self.coat = coat.pop_all()
 
     def apart(self) -> SplitModel:
         """Returns what runs the blocks apart from what lies behind them."""
@@ -279,21 +271,10 @@ class RankModel:
         assert self.trace is not None, "what has shards was recorded"
         if self._apart is None:
             everything = [(0, len(self.trace.blocks))]
-            self._apart = SplitModel(self.model, self.trace, everything, beneath=self.split)
+            self._apart = SplitModel(
+                self.model, self.trace, everything, beneath=self.split, coat=self.coat.enter_context(Coat())
+            )
         return self._apart
-
-    def remove(self) -> None:
-        """Gives the model its own forward back; one that holds parts of weights cannot be called then."""
-        if self._apart is not None:
-            self._apart.remove()
-        self.split.remove()
-        if self._checkpoints is not None:
-            self._checkpoints.remove()
-            self._checkpoints = None
-        if self._undo:  # else another engine may use the model
-            while self._undo:
-                self._undo.pop()()
-            refuse_calls(self.model)
 
     def replaced(self) -> dict[str, Module]:
         """Returns the modules for which something stands in where another chunk runs them, by name."""

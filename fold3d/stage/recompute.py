@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -14,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fold3d._C import BlockForward, CurrentForward, block_forward
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.replay import Before, ChangedBuffers, DrawnNumbers
 from fold3d.trace.arguments import cached_tokens, without_key_values
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.coat import Coat, Wrap
 
 _MOST_NAMES = 20
 """That a message lists."""
@@ -35,7 +33,6 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     """
     buffers = ChangedBuffers(module, ())
 
-    @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()) or getattr(module, "gradient_checkpointing", False):
             return forward(*args, **kwargs)
@@ -72,30 +69,11 @@ class _Runs:
             return self._forward(*args[: self._count], **dict(zip(self._names, args[self._count :], strict=False)))
 
 
-class Checkpoints:
-    """Makes modules recompute what they compute, by forwards on the instances, until it is removed."""
-
-    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
-        """Args:
-        names: of the modules.
-        """
-        self._undo: list[Callable[[], None]] = []
-        for name in names:
-            self._install(model.get_submodule(name))
-
-    def remove(self) -> None:
-        """Gives the modules their own forwards back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _install(self, module: nn.Module) -> None:
-        own = vars(module).get("forward")
-        if isinstance(own, BlockForward):  # another engine's
-            own.__wrapped__.fold3d_split.remove()  # type: ignore[attr-defined]
-        original = module.forward
-        checkpointed: Any = recomputed(module, original)
-        checkpointed.fold3d_split = self
-        self._undo.append(wrap(module, block_forward(CurrentForward(), -1, 0, checkpointed, original)))
+def recompute_modules(coat: Coat, model: nn.Module, names: Iterable[str]) -> None:
+    """Makes the modules of these names recompute what they compute."""
+    for name in names:
+        module = model.get_submodule(name)
+        coat.put(Wrap.RECOMPUTED, module, recomputed(module, module.forward))
 
 
 def modules_to_recompute(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
-from fold3d._C import BlockForward, CurrentForward, block_forward, next_seed, reseed, seed_inside
+from fold3d._C import CurrentForward, next_seed, reseed, seed_inside
 from fold3d.device import device_of
 from fold3d.errors import MissingWeightsError, SplitError, TraceError
 from fold3d.stage.boundary import Borders, ChunkExit, ChunkRun, hooked_modules
@@ -40,9 +39,9 @@ from fold3d.tensor_parallel.checkpoints import CheckpointMemory, function_around
 from fold3d.tensor_parallel.whole_results import behind_blocks, plain_parts
 from fold3d.torch_private import in_backward, saving_hook
 from fold3d.trace.arguments import ancestors
+from fold3d.trace.coat import Coat, Wrap, row_beneath
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.shape_only import ShapeOnly
-from fold3d.trace.wrappers import wrap
 from fold3d.weights.missing import at_home
 
 _AS_RECORDED = (
@@ -60,8 +59,9 @@ class SplitModel:
         ranges: [first, end) block of every chunk of the whole model, in chunk order.
         recompute: names of the blocks that backward computes again instead of keeping their activations (training mode
             only).
-        beneath: what else runs the model, whole: what it has put on blocks stays.
+        beneath: what else runs the model, whole.
         computes_loss: whether this process runs the last chunk.
+        coat: what is put on the model goes with it.
     Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
     """
 
@@ -74,6 +74,7 @@ class SplitModel:
         recompute: Collection[str] = (),
         beneath: WholeModel | None = None,
         computes_loss: bool = True,
+        coat: Coat | None = None,
     ) -> None:
         trace.check_ranges(list(ranges))
         self._model, self._trace = model, trace
@@ -86,7 +87,7 @@ class SplitModel:
         # must return the same when backward runs that code again.
         self._replaced = CheckpointMemory()
         self._ends: list[Tensor] = []
-        self._undo: list[Callable[[], None]] = []
+        self._coat = Coat() if coat is None else coat
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue, *trace.skipped)))
         self._hooked: list[str] = []
         self._borders: dict[int, tuple[Trace, Borders]] = {}
@@ -95,10 +96,10 @@ class SplitModel:
         self._guard = CallGuard(model, trace, ranges)
         self._callable = ancestors(trace.blocks)
         self._state = ModelState(model)
-        self._foreign = ForeignTensors(model, trace, computes_loss=computes_loss)
+        self._foreign = ForeignTensors(self._coat, model, trace, computes_loss=computes_loss)
         self._last_run: ChunkRun | None = None
         self._is_busy = False
-        self.install()
+        self._install_all()
 
     def run(
         self,
@@ -257,17 +258,13 @@ class SplitModel:
             return loss.end(output, apart=True)
 
     def remove(self) -> None:
-        """Takes forwards and hooks off the model again. The next `run` puts them back."""
-        self._foreign.remove()
-        while self._undo:
-            self._undo.pop()()
+        """Takes forwards and hooks off the model again."""
+        self._coat.close()
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         if self._is_busy:
             raise SplitError("a chunk is already running on this model: `run` must not be called from within `call`")
-        if not self._undo:  # another SplitModel took its turn
-            self.install()
         self._is_busy = True
         try:
             yield
@@ -322,21 +319,15 @@ class SplitModel:
         ends, self._ends = self._ends, []
         return ends
 
-    def install(self) -> None:
-        """Puts the instance forwards on the model, in the place of another SplitModel's."""
-        try:
-            runs: dict[str, list[int]] = {}
-            for index, name in enumerate(self._trace.blocks):
-                runs.setdefault(name, []).append(index)
-            for name, indices in runs.items():
-                self._install(name, self._block_forward(name, indices))
-            for name in self._outer:
-                self._install(name, self._outer_forward(name))
-            for name in self._hooked:
-                self._note_results_of(name)
-        except TraceError:
-            self.remove()
-            raise
+    def _install_all(self) -> None:
+        """Puts the instance forwards on the model."""
+        runs: dict[str, list[int]] = {}
+        for index, name in enumerate(self._trace.blocks):
+            runs.setdefault(name, []).append(index)
+        for name, indices in runs.items():
+            self._install_block(name, indices)
+        for name in self._outer:
+            self._install_outer(name)
 
     def _borders_in(self, found: Trace) -> Borders:
         """Returns what crosses borders where the model is called in a form of which `found` is the recording."""
@@ -376,103 +367,97 @@ class SplitModel:
 
     # -- instance forwards --
 
-    def _block_forward(
-        self, name: str, indices: Sequence[int]
-    ) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
+    def _install_block(self, name: str, indices: Sequence[int]) -> None:
+        module, original = self._whole(name)
         enter = seeding.constant_of(f"{name}:enter")
         leave = self._constants[indices[0]]
         places, calls = frozenset(indices), self._trace.calls
 
-        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
-            execute = recomputed(module, original) if name in self._recompute else original
-            # Of the blocks that are left out, C++ skips those for which the last one can stand, unless anything is
-            # unusual.
-            shape_only = ShapeOnly(name, module)
+        execute = recomputed(module, original) if name in self._recompute else original
+        # Of the blocks that are left out, C++ skips those for which the last one can stand, unless anything is
+        # unusual.
+        shape_only = ShapeOnly(name, module)
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                run = self._running(name)
-                if run is None:
-                    return self._outside(name, original, enter, leave, args, kwargs)
-                index = run.position
-                if index not in places:
-                    self._out_of_order(run, name)
-                run.enter(index)
-                call = calls[index]
-                if run.with_grad and not torch.is_grad_enabled():
-                    self._refuse_functions(name)
-                run.begin_module(enter)
-                try:
-                    borders, cargo = run.borders, run.cargo
-                    structure = borders.structure(index)
-                    if index >= run.lo:
-                        run.begin_block(borders.begin(index))
-                        output = execute(*args, **kwargs)
-                        cargo.note(name, call, output, structure)
-                    else:
-                        # C++ skips no block while hooks keep what is saved, as where activations leave.
-                        output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
-                        if output is None:  # of a part, as the block has it; code between blocks has the whole
-                            args, kwargs = plain_parts((args, kwargs))
-                            stand_in = shape_only(run.device, args, kwargs, run.with_grad)
-                            output = cargo.put_into(name, call, stand_in)
-                        output = self._replace(run, name, output)
-                        borders.show(run.lo, index, self._model, cargo, (args, kwargs))
-                except BaseException:
-                    run.leave_module()
-                    raise
-                run.end_module(leave)
-                if index + 1 == run.hi:
-                    if not run.last:
-                        return self._leave(run, index, output)
-                    if run.with_grad:
-                        self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                return output
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self._running(name)
+            if run is None:
+                return self._outside(name, original, enter, leave, args, kwargs)
+            index = run.position
+            if index not in places:
+                self._out_of_order(run, name)
+            run.enter(index)
+            call = calls[index]
+            if run.with_grad and not torch.is_grad_enabled():
+                self._refuse_functions(name)
+            run.begin_module(enter)
+            try:
+                borders, cargo = run.borders, run.cargo
+                structure = borders.structure(index)
+                if index >= run.lo:
+                    run.begin_block(borders.begin(index))
+                    output = execute(*args, **kwargs)
+                    cargo.note(name, call, output, structure)
+                else:
+                    # C++ skips no block while hooks keep what is saved, as where activations leave.
+                    output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
+                    if output is None:  # of a part, as the block has it; code between blocks has the whole
+                        args, kwargs = plain_parts((args, kwargs))
+                        stand_in = shape_only(run.device, args, kwargs, run.with_grad)
+                        output = cargo.put_into(name, call, stand_in)
+                    output = self._replace(run, name, output)
+                    borders.show(run.lo, index, self._model, cargo, (args, kwargs))
+            except BaseException:
+                run.leave_module()
+                raise
+            run.end_module(leave)
+            if index + 1 == run.hi:
+                if not run.last:
+                    return self._leave(run, index, output)
+                if run.with_grad:
+                    self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            return output
 
-            # C++ knows one place of a block in the order; of one that runs several times Python knows them.
-            return block_forward(self._slot, indices[0] if len(indices) == 1 else -1, leave, forward, original)
+        # C++ knows one place of a block in the order; of one that runs several times Python knows them.
+        place = indices[0] if len(indices) == 1 else -1
+        self._coat.put(Wrap.CHUNK, module, forward, self._slot, place, leave)
 
-        return make
-
-    def _outer_forward(self, name: str) -> Callable[[nn.Module, Callable[..., Any]], BlockForward]:
+    def _install_outer(self, name: str) -> None:
+        module, original = self._whole(name)
         enter = seeding.constant_of(f"{name}:enter")
         leave = seeding.constant_of(f"{name}:leave")
         skipped = self._trace.skipped
+        has_parameters = next(module.parameters(), None) is not None
+        shape_only = ShapeOnly(name, module) if has_parameters else None
 
-        def make(module: nn.Module, original: Callable[..., Any]) -> BlockForward:
-            has_parameters = next(module.parameters(), None) is not None
-            shape_only = ShapeOnly(name, module) if has_parameters else None
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                run = self._running(name)
-                if run is None:
-                    return self._outside(name, original, enter, leave, args, kwargs)
-                if name in skipped and not run.borders.runs(name):
-                    self._out_of_order(run, name)
-                begins = run.begin_module(enter)
-                call = run.call_of(name) if begins and shape_only is not None else -1
-                try:
-                    if run.position < run.lo and shape_only is not None:
-                        output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs))
-                        output = self._replace(run, name, output)
-                    else:
-                        output = original(*args, **kwargs)
-                        run.cargo.note(name, call, output)
-                except BaseException:
-                    if begins:
-                        run.leave_module()
-                    raise
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run = self._running(name)
+            if run is None:
+                return self._outside(name, original, enter, leave, args, kwargs)
+            if name in skipped and not run.borders.runs(name):
+                self._out_of_order(run, name)
+            begins = run.begin_module(enter)
+            call = run.call_of(name) if begins and shape_only is not None else -1
+            try:
+                if run.position < run.lo and shape_only is not None:
+                    output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs))
+                    output = self._replace(run, name, output)
+                else:
+                    output = original(*args, **kwargs)
+                    run.cargo.note(name, call, output)
+            except BaseException:
                 if begins:
-                    run.end_module(leave)
-                return output
+                    run.leave_module()
+                raise
+            if begins:
+                run.end_module(leave)
+            return output
 
-            return block_forward(self._slot, -1, leave, forward, original)
-
-        return make
+        self._coat.put(Wrap.CHUNK, module, forward)
 
     def _note_results_of(self, name: str) -> None:
         """Of a module inside of blocks, whose results hooks hand on."""
         module = self._model.get_submodule(name)
-        original = module.forward  # perhaps one that computes again; those of other engines left with the blocks'
+        original = module.forward  # perhaps one that computes again
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -483,8 +468,7 @@ class SplitModel:
                     run.cargo.note(name, call, output)
             return output
 
-        forward.fold3d_split = self  # type: ignore[attr-defined]
-        self._undo.append(wrap(module, block_forward(self._slot, -1, 0, forward, original)))
+        self._coat.put(Wrap.NOTED, module, forward)
 
     def _outside(
         self,
@@ -528,30 +512,18 @@ class SplitModel:
         """Modules around the blocks that only another form of call runs."""
         for name in names:
             if name not in self._outer:
-                self._install(name, self._outer_forward(name))
+                self._install_outer(name)
                 self._outer.append(name)
 
-    def _install(self, name: str, make: Callable[[nn.Module, Callable[..., Any]], BlockForward]) -> None:
+    def _whole(self, name: str) -> tuple[nn.Module, Callable[..., Any]]:
+        """Returns a module and its forward of now."""
         module = self._model.get_submodule(name)
-        own = vars(module).get("forward")  # an instance-level forward of somebody else
-        if isinstance(own, BlockForward):
-            other = own.__wrapped__.fold3d_split  # type: ignore[attr-defined]
-            if self._beneath is None or other is not self._beneath.checkpoints:
-                other.remove()
-            own = vars(module).get("forward")
-        beneath = isinstance(own, BlockForward)
-        if (
-            not beneath
-            and own is not None
-            and isinstance(unwrap(own, stop=lambda f: isinstance(f, BlockForward)), BlockForward)
-        ):
+        if row_beneath(module) in (Wrap.RECOMPUTED, Wrap.CHUNK):
             raise TraceError(
                 f"module '{name}' is already split, and its forward was replaced since; take off what replaced it "
                 "before another engine uses the model"
             )
-        forward = make(module, module.forward)
-        forward.__wrapped__.fold3d_split = self  # type: ignore[attr-defined]
-        self._undo.append(wrap(module, forward))
+        return module, module.forward
 
     # -- refusals --
 

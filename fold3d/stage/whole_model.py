@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from fold3d import seeding
 from fold3d._C import ForwardCursor, next_seed, reseed, seed_inside
 from fold3d.stage.loss_run import LossRun
-from fold3d.stage.recompute import Checkpoints
+from fold3d.stage.recompute import recompute_modules
 from fold3d.torch_private import in_backward
 from fold3d.trace.arguments import ancestors
 from fold3d.trace.blocks import outer_modules
+from fold3d.trace.coat import Coat, Wrap
 
 
 class WholeModel:
@@ -30,29 +31,27 @@ class WholeModel:
         blocks: names of the model's blocks, see `find_blocks`; empty where none are known: the micro-batch alone seeds.
         recompute: of the blocks those that backward computes again instead of keeping their activations (training mode
             only).
+        coat: what is put on the model goes with it.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], *, recompute: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], *, recompute: Collection[str] = (), coat: Coat | None = None
+    ) -> None:
         self.cursor: ForwardCursor | None = None
         self.begun: nn.Module | None = None
         self.generators = [torch.default_generator]
         self._ends: list[Tensor] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._undo: list[Callable[[], None]] = []
-        self._model, self._blocks, self._recomputes = model, tuple(blocks), recompute
-        self._callable = ancestors(blocks)
-        self._install()
-
-    def _install(self) -> None:
-        model, blocks = self._model, self._blocks
+        self._model, self._callable = model, ancestors(blocks)
+        self._coat = Coat() if coat is None else coat
         outer = outer_modules(model, blocks) if blocks else []
         for name, module in [*((name, model.get_submodule(name)) for name in blocks), *outer]:
-            self._seed_around(name, module, is_block=name in blocks)
+            hooks = _Around(self, name, is_block=name in blocks)
+            self._coat.put(Wrap.SEED, module, hooks.before)
+            self._coat.put(Wrap.SEED_AFTER, module, hooks.after)
         if blocks:
-            last = model.get_submodule(blocks[-1])
-            self._undo.append(last.register_forward_hook(_Ends(self), prepend=True).remove)
-        self.checkpoints = Checkpoints(model, self._recomputes)
-        self._undo.append(self.checkpoints.remove)
+            self._coat.put(Wrap.ENDS, model.get_submodule(blocks[-1]), self._ended)
+        recompute_modules(self._coat, model, recompute)
 
     def run(
         self,
@@ -76,8 +75,6 @@ class WholeModel:
 
     def begin(self, loss: LossRun, key: tuple[int, int, int] | None) -> None:
         """Runs a loss function up to its call of the model, unless it has."""
-        if not self._undo:  # another engine took its turn
-            self._install()
         self.generators = seeding.generators_of(self._device)
         self.begun = None
         with self._cursor_ends_with_errors():
@@ -122,15 +119,13 @@ class WholeModel:
         ends, self._ends = self._ends, []
         return ends
 
-    def ended(self, output: Any) -> None:
-        """The last block returned `output`."""
+    def _ended(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.cursor is not None and torch.is_grad_enabled():
             self._ends += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def remove(self) -> None:
-        """Takes the hooks off the model again. The next `run` puts them back."""
-        while self._undo:
-            self._undo.pop()()
+        """Takes the hooks off the model again."""
+        self._coat.close()
 
     def put_aside(self) -> tuple[ForwardCursor | None, nn.Module | None]:
         """Returns where the run under way is, for another one to begin."""
@@ -146,30 +141,18 @@ class WholeModel:
         """`module` has begun with a seed of its own; None: it has ended."""
         self.begun = module
 
-    def _seed_around(self, name: str, module: nn.Module, *, is_block: bool) -> None:
-        hooks = _Around(self, name, is_block)
-        # Next to the forward itself: what other hooks draw is not the module's.
-        before = module.register_forward_pre_hook(hooks.before)
-        after = module.register_forward_hook(hooks.after, prepend=True)
-        self._undo += [before.remove, after.remove]
-
 
 class _Around:
-    """The hooks of one module. Those of a copy of it, deep or pickled, belong to no model and do nothing."""
+    """The hooks of one module, next to the forward itself: what other hooks draw is not the module's."""
 
-    def __init__(self, whole: WholeModel | None, name: str, is_block: bool) -> None:
+    def __init__(self, whole: WholeModel, name: str, *, is_block: bool) -> None:
         self._whole, self._is_block = whole, is_block
         self._enter = seeding.constant_of(f"{name}:enter")
         self._leave = seeding.constant_of(f"{name}:leave")
         self._carried: int | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Around, (None, "", False)
-
     def before(self, module: nn.Module, args: Any) -> None:
         whole = self._whole
-        if whole is None:
-            return
         if whole.cursor is not None:
             if whole.cursor.begin_module(self._enter):
                 whole.began(module)
@@ -179,8 +162,6 @@ class _Around:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         whole = self._whole
-        if whole is None:
-            return
         if whole.cursor is not None:
             if whole.begun is module or self._is_block:
                 whole.began(None)
@@ -188,20 +169,6 @@ class _Around:
         elif self._carried is not None:
             reseed(whole.generators, next_seed(self._carried, self._leave))
             self._carried = None
-
-
-class _Ends:
-    """The hook that notes what the last block returned. That of a copy, as of `_Around`, does nothing."""
-
-    def __init__(self, whole: WholeModel | None) -> None:
-        self._whole = whole
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Ends, (None,)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._whole is not None:
-            self._whole.ended(output)
 
 
 def _seed_in_backward() -> int | None:

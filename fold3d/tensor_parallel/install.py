@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argumen
 from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
 from fold3d.torch_private import in_backward
-from fold3d.trace.wrappers import replace_attributes, wrap
+from fold3d.trace.coat import Coat, Wrap
 
 
 class InnerParts:
@@ -43,14 +43,13 @@ class InnerParts:
         self.parts = ReturnedParts()
         self._block, self._name, self._rank, self._ops, self._sequence = block, name, rank, ops, sequence
 
-    def watch(self, result: InnerResult) -> Callable[[], None]:
-        """Begins to note what a module returns; returns what ends that."""
+    def watch(self, coat: Coat, result: InnerResult) -> None:
+        """Begins to note what a module returns."""
         module = self._block.get_submodule(result.module)
         ways = dict.fromkeys(result.whole) | self._ways(result)
         unknown = partial(self._fail, f"{self._name}.{result.module}".rstrip("."))
         original, is_block = module.forward, module is self._block
 
-        @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             if in_backward():  # computed again: nobody is handed it
@@ -61,7 +60,7 @@ class InnerParts:
                 self._note(output, ways, unknown)
             return output
 
-        return wrap(module, forward)
+        coat.put(Wrap.PARTS, module, forward)
 
     def _ways(self, result: InnerResult) -> dict[Path, PutTogether | None]:
         ways: dict[Path, PutTogether | None] = {
@@ -97,9 +96,14 @@ class InnerParts:
 
 
 def install(
-    model: nn.Module, plan: ShardingPlan, rank: int, ops: RegionOps, operators: BlockOperators | None = None
-) -> Callable[[], None]:
-    """Makes the model's blocks compute what `rank` has of them, and returns what undoes it.
+    coat: Coat,
+    model: nn.Module,
+    plan: ShardingPlan,
+    rank: int,
+    ops: RegionOps,
+    operators: BlockOperators | None = None,
+) -> None:
+    """Makes the model's blocks compute what `rank` has of them, until the coat is off.
 
     Parameters may be sliced (`Shard.take`) before or after: their values and shapes are read in each forward. It comes
     before a SplitModel is made, whose forwards then stand around these. The model's own checkpointing, autocast and
@@ -113,26 +117,25 @@ def install(
     """
     parts: list[ReturnedParts] = []
     length = SequenceLength(ops.size, rank)
-    with contextlib.ExitStack() as undo:
-        for name, split in plan.blocks.items():
-            block, sequence = model.get_submodule(name), None
-            calls = BlockCalls(ops, type(block).__name__)
-            parted = plan.sequence.get(name)
-            if parted is not None:
-                if parted.begins:
-                    length = SequenceLength(ops.size, rank)
-                sequence = BlockSequence(block, parted, length, ops, calls)
-            watch = None if operators is None or not split.groups else operators.watch(name)
-            undo.callback(install_block(block, split, rank, ops, calls, sequence, watch))
-            inner = InnerParts(block, name, rank, ops, sequence)
-            for one in (split if parted is None else parted).inner:
-                undo.callback(inner.watch(one))
-            parts.append(inner.parts)
-        undo.callback(put_together(model, plan.blocks, parts))
-        return undo.pop_all().close
+    for name, split in plan.blocks.items():
+        block, sequence = model.get_submodule(name), None
+        calls = BlockCalls(ops, type(block).__name__)
+        parted = plan.sequence.get(name)
+        if parted is not None:
+            if parted.begins:
+                length = SequenceLength(ops.size, rank)
+            sequence = BlockSequence(block, parted, length, ops, calls)
+        watch = None if operators is None or not split.groups else operators.watch(name)
+        install_block(coat, block, split, rank, ops, calls, sequence, watch)
+        inner = InnerParts(block, name, rank, ops, sequence)
+        for one in (split if parted is None else parted).inner:
+            inner.watch(coat, one)
+        parts.append(inner.parts)
+    put_together(coat, model, plan.blocks, parts)
 
 
 def install_block(
+    coat: Coat,
     block: nn.Module,
     split: BlockSplit,
     rank: int,
@@ -140,7 +143,7 @@ def install_block(
     calls: BlockCalls | None = None,
     sequence: BlockSequence | None = None,
     operators: OperatorWatch | None = None,
-) -> Callable[[], None]:
+) -> None:
     """Does for one block what `install` does for a model.
 
     Args:
@@ -148,32 +151,32 @@ def install_block(
         sequence: what it does with parts of the sequence; None: it is given the whole.
         operators: notes what it runs; None: nobody asks.
     """
-    with contextlib.ExitStack() as undo:
-        if split.groups:
-            made = _Installer(block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
-            for one in made.put_on(operators):
-                undo.callback(one)
-        return undo.pop_all().close
+    if split.groups:
+        made = _Installer(coat, block, split, rank, ops, BlockCalls(ops) if calls is None else calls, sequence)
+        made.put_on(operators)
 
 
-def set_attribute(block: nn.Module, attribute: Attribute) -> Callable[[], None]:
-    """Gives an attribute of a block's module the value it has on a rank; returns what gives the module its own back."""
+def set_attribute(coat: Coat, block: nn.Module, attribute: Attribute) -> None:
+    """Gives an attribute of a block's module the value it has on a rank."""
     module = block.get_submodule(attribute.module)
-    name = attribute.name
-    if not name.startswith("config."):
-        return replace_attributes(module, {name: attribute.part})
-    config: Any = copy.copy(module.config)
-    setattr(config, name.removeprefix("config."), attribute.part)
-    return replace_attributes(module, {"config": config})
+    name, value = attribute.name, attribute.part
+    if name.startswith("config."):
+        config: Any = copy.copy(module.config)
+        setattr(config, name.removeprefix("config."), value)
+        name, value = "config", config
+    coat.put(Wrap.PART_ATTRIBUTES, module, {name: value})
 
 
-def set_widths(block: nn.Module, split: BlockSplit, rank: int) -> Iterator[Callable[[], None]]:
-    """Gives linear modules the numbers of channels they have on a rank, which their code or others' reads."""
+def set_attributes(coat: Coat, block: nn.Module, split: BlockSplit, rank: int) -> None:
+    """Does that for all of a block, and gives linear modules the numbers of channels they have on a rank, which their
+    code or others' reads."""
     for full, shard in split.shards.items():
         holder, _, name = full.rpartition(".")
         module = block.get_submodule(holder)
         if is_linear(module) and name == "weight":
-            yield replace_attributes(module, {widths(module)[shard.dim]: shard.length(rank)})
+            coat.put(Wrap.PART_ATTRIBUTES, module, {widths(module)[shard.dim]: shard.length(rank)})
+    for attribute in split.attributes:
+        set_attribute(coat, block, attribute)
 
 
 class _Installer:
@@ -181,6 +184,7 @@ class _Installer:
 
     def __init__(
         self,
+        coat: Coat,
         block: nn.Module,
         split: BlockSplit,
         rank: int,
@@ -190,7 +194,7 @@ class _Installer:
     ) -> None:
         self.linear_entries: dict[str, nn.Module] = {}
         """Entries whose products may be computed before they are called."""
-        self._sequence = sequence
+        self._coat, self._sequence = coat, sequence
         self._leave = (lambda y: ops.exchange(y, REDUCE)) if sequence is None else sequence.leave
         self._block = block
         self._split = split
@@ -204,36 +208,37 @@ class _Installer:
             name: _Hub(shard, rank, ops) for name, shard in split.shards.items() if shard.overlaps and not shard.summed
         }
 
-    def group(self, number: int, group: GroupSplit) -> Iterator[Callable[[], None]]:
-        """Yields what takes the forwards of a group off again."""
+    def group(self, number: int, group: GroupSplit) -> None:
+        """Puts on the forwards of a group."""
         for name, runs in group.copied.items():
             module = self._block.get_submodule(name)
-            yield wrap(module, self._copied(module, indices_of(runs)))
+            self._coat.put(Wrap.REGION, module, self._copied(module, indices_of(runs)))
         for name in dict.fromkeys((*group.entries, *group.exits)):
             module = self._block.get_submodule(name)
             enters, exits = name in group.entries, name in group.exits
             if exits and is_linear(module) and "forward" not in vars(module):
-                yield wrap(module, self._linear_exit(module, number))
+                forward: Callable[..., Any] = self._linear_exit(module, number)
             elif not exits and is_linear(module) and "forward" not in vars(module) and not self._hubs_of(name):
                 self.linear_entries[name] = module
-                yield wrap(module, self._linear_entry(module, name, number))
+                forward = self._linear_entry(module, name, number)
             else:
-                yield wrap(module, self._region(module, name, number, enters, exits, group.shared))
+                forward = self._region(module, name, number, enters, exits, group.shared)
+            self._coat.put(Wrap.REGION, module, forward)
 
-    def put_on(self, operators: OperatorWatch | None) -> Iterator[Callable[[], None]]:
-        """Puts everything on the block, in this order; yields what takes each off again."""
-        block, split, sequence = self._block, self._split, self._sequence
-        yield from set_widths(block, split, self._rank)
-        yield from (set_attribute(block, attribute) for attribute in split.attributes)
-        for number, group in enumerate(split.groups):
-            yield from self.group(number, group)
-        yield from self.unproved.watch_modules()
+    def put_on(self, operators: OperatorWatch | None) -> None:
+        """Puts everything on the block."""
+        coat, sequence = self._coat, self._sequence
+        set_attributes(coat, self._block, self._split, self._rank)
+        for number, group in enumerate(self._split.groups):
+            self.group(number, group)
+        self.unproved.watch_modules(coat)
         if sequence is not None:
-            yield from (sequence.gather(one, self.linear_entries) for one in sequence.split.gathers)
-            yield from sequence.watch()
-        yield self.block(operators)
+            for one in sequence.split.gathers:
+                sequence.gather(coat, one, self.linear_entries)
+            sequence.watch(coat)
+        self.block(operators)
 
-    def block(self, operators: OperatorWatch | None) -> Callable[[], None]:
+    def block(self, operators: OperatorWatch | None) -> None:
         """Puts the block's own forward around the others."""
         split, rank, ops, calls, original = self._split, self._rank, self._ops, self._calls, self._block.forward
         block = self._block
@@ -281,7 +286,7 @@ class _Installer:
             finally:
                 calls.end(begun)
 
-        return wrap(self._block, forward)
+        self._coat.put(Wrap.DIVIDED, self._block, forward)
 
     def _copied(self, module: nn.Module, channels: Tensor) -> Callable[..., Any]:
         original, ops = module.forward, self._ops
@@ -366,13 +371,13 @@ class _Installer:
                     return call.enter(x, number, forks) if x.is_floating_point() else x
 
                 args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))
-            with contextlib.ExitStack() as stack:
+            with Coat() as coat:
                 for full, hub in hubs.items():
-                    stack.enter_context(_instead(block, full, hub.copied))
+                    _hide(coat, block, full, hub.copied)
                 for full in parts:
-                    stack.enter_context(_instead(block, full, lambda parameter: parameter / ops.size))
+                    _hide(coat, block, full, lambda parameter: parameter / ops.size)
                 if late is not None:
-                    stack.enter_context(_instead(block, late, torch.zeros_like))
+                    _hide(coat, block, late, torch.zeros_like)
                 y = original(*args, **kwargs)
             if not exits:
                 return y
@@ -413,7 +418,6 @@ def _of_whole(block: nn.Module, held: Mapping[str, tuple[str, Shard]], error: Ex
 def _one_product(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Has what a forward runs noted as one product of matrices, however it is made."""
 
-    @wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         with of_fold3d():
             y = forward(*args, **kwargs)
@@ -455,19 +459,15 @@ class _Hub:
         return weight.index_copy(self._dim, here, common.index_select(self._dim, places))
 
 
-@contextlib.contextmanager
-def _instead(block: nn.Module, full: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has the block's code read something else in the place of a parameter: an attribute of the instance hides it."""
+def _hide(coat: Coat, block: nn.Module, full: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Has the block's code read something else in the place of a parameter."""
     holder, _, name = full.rpartition(".")
     module = block.get_submodule(holder)
-    if module._parameters.get(name) is None:
-        yield
-        return
-    vars(module)[name] = change(module._parameters[name])  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        del vars(module)[name]
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        changed = change(parameter)
+        assert name not in vars(module), "no two halves of a micro-batch are here at once"
+        coat.put(Wrap.WEIGHT, module, {name: changed})
 
 
 def _gather(x: Tensor, one: TensorSlice, rank: int, ops: RegionOps, sliced: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

@@ -5,7 +5,7 @@ long the whole one is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
 from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
 from fold3d.torch_private import StorageLabels, in_backward
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.coat import Coat, Wrap
 
 
 class SequenceLength:
@@ -99,19 +99,17 @@ class BlockSequence:
         self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
 
-    def watch(self) -> Iterator[Callable[[], None]]:
+    def watch(self, coat: Coat) -> None:
         """Does what there is to do also where something stands in for the block's own forward, as on another stage:
         before each call of the first block it is noted how long the whole sequence is, and what each but the last
         returns is handed on.
-
-        Yields what ends that.
         """
         if self.split.begins:
-            yield self._block.register_forward_pre_hook(_Begin(self), with_kwargs=True).remove
+            coat.put(Wrap.LENGTH, self._block, self.begin)
         if not self.split.ends:
-            yield self._block.register_forward_hook(_HandOn(self), prepend=True).remove  # before those of users
+            coat.put(Wrap.HANDED, self._block, lambda _module, _args, output: self.hand_on(output))
 
-    def begin(self, args: Any, kwargs: Any) -> None:
+    def begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The block, the first of those that hand parts to each other, is called with a whole hidden state."""
 
         def note(x: Tensor) -> Tensor:
@@ -173,7 +171,7 @@ class BlockSequence:
         part = fused.matmul_reduce_scatter(unfolded, weight, self.split.dim)
         return part.flatten(0, 1) if folded else part
 
-    def gather(self, one: Gathering, linear: Collection[str] = ()) -> Callable[[], None]:
+    def gather(self, coat: Coat, one: Gathering, linear: Collection[str] = ()) -> None:
         """Has a module take the whole sequence.
 
         Args:
@@ -194,7 +192,7 @@ class BlockSequence:
             args, kwargs = replace_argument(args, kwargs, one.path, gathered)
             return original(*args, **kwargs)
 
-        return wrap(module, forward)
+        coat.put(Wrap.GATHERED, module, forward)
 
     @contextlib.contextmanager
     def random(self, call: BlockCall, args: Any, kwargs: Any) -> Iterator[None]:
@@ -252,27 +250,6 @@ class BlockSequence:
         """Returns how long the whole sequence is, and how many samples there are, where that was said."""
         samples, length = self._calls.current().given or (None, None)
         return self._length.of(rows, known=length), samples
-
-
-class _SequenceHook:
-    """Of one block. That of a copy of it, deep or pickled, does nothing."""
-
-    def __init__(self, sequence: BlockSequence | None) -> None:
-        self.sequence = sequence
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)
-
-
-class _Begin(_SequenceHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.sequence is not None:
-            self.sequence.begin(args, kwargs)
-
-
-class _HandOn(_SequenceHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return output if self.sequence is None else self.sequence.hand_on(output)
 
 
 def _unfolded(x: Tensor, rows: int, samples: int | None = None) -> Tensor:

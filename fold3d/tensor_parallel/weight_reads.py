@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.wrappers import whole_shape
 
 _OF_TENSORS = vars(torch._C.TensorBase)
@@ -112,10 +113,10 @@ class Unproved:
         self._block, self._modules, self._has_parts = block, modules, has_parts
         self._names = {id(block.get_parameter(name)): name for name in parameters}
 
-    def watch_modules(self) -> Iterator[Callable[[], None]]:
-        """Yields what no longer watches the modules."""
+    def watch_modules(self, coat: Coat) -> None:
+        """Has the modules refuse to run."""
         for name in self._modules:
-            yield self._block.get_submodule(name).register_forward_pre_hook(self._refuse(name)).remove
+            coat.put(Wrap.UNPROVED, self._block.get_submodule(name), self._refuse(name))
 
     def watch_parameters(self) -> AbstractContextManager[Any]:
         """Around a forward of the block. Raises: ConfigError, in it."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.torch_private import is_called_by_detach_variable
 from fold3d.trace.arguments import ancestors
+from fold3d.trace.coat import Coat, Wrap
 
 PutTogether = Callable[[Tensor], Tensor]
 """Returns the whole, the same on each rank; all ranks of the group call it."""
@@ -127,31 +128,20 @@ def plain_parts(tree: Any) -> Any:
     return tree_map_only(LazyWhole, LazyWhole.part, tree)
 
 
-def put_together(model: nn.Module, blocks: Iterable[str], parts: Sequence[ReturnedParts]) -> Callable[[], None]:
-    """Has the model, and what holds its blocks, return the whole of these parts; returns what ends that.
+def put_together(coat: Coat, model: nn.Module, blocks: Iterable[str], parts: Sequence[ReturnedParts]) -> None:
+    """Has the model, and what holds its blocks, return the whole of these parts.
 
     Of hidden states and of what hooks collect only what is returned as it is: what code in between computes of a part
     stays one.
     """
-    hooks = contextlib.ExitStack()
-    for name in ancestors(blocks):
-        hooks.enter_context(model.get_submodule(name).register_forward_hook(_ResultsHook(parts), prepend=True))
-    return hooks.close
 
-
-class _ResultsHook:
-    """The hook of one module. That of a copy of it, deep or pickled, does nothing."""
-
-    def __init__(self, parts: Sequence[ReturnedParts]) -> None:
-        self._parts = parts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ResultsHook, ([],)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        put = _PuttingTogether({id(part): (part, whole) for parts in self._parts for part, whole in parts})
+    def whole(module: nn.Module, args: Any, output: Any) -> Any:
+        put = _PuttingTogether({id(part): (part, how) for noted in parts for part, how in noted})
         changed = put.of(output)
         return changed if put.made else None
+
+    for name in ancestors(blocks):
+        coat.put(Wrap.WHOLE, model.get_submodule(name), whole)
 
 
 class _PuttingTogether:

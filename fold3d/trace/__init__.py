@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fold3d.trace.blocks import find_blocks
 from fold3d.trace.capture import tied_groups, trace
+from fold3d.trace.coat import drop_coat
 from fold3d.trace.model_trace import BlockCost, Trace
 from fold3d.trace.module_results import TreeStructure
-from fold3d.trace.wrappers import drop_wrappers
 
 __all__ = [
     "BlockCost",
     "Trace",
     "TreeStructure",
-    "drop_wrappers",
+    "drop_coat",
     "find_blocks",
     "tied_groups",
     "trace",

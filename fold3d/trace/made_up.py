@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.torch_private import StorageLabels, unwrap_call
+from fold3d.trace.coat import drop_coat
 from fold3d.trace.without_values import WithoutValues
-from fold3d.trace.wrappers import drop_hooks, drop_wrappers
+from fold3d.trace.wrappers import drop_hooks
 
 MOST = 1 << 28
 """Elements of weights that are made up."""
@@ -120,7 +121,7 @@ def _with_values(module: nn.Module, value: Any) -> nn.Module:
                 real = value(tensor)
                 memo[id(tensor)] = nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
     made = copy.deepcopy(module, memo)
-    drop_wrappers(made)
+    drop_coat(made)
     for one in made.modules():
         unwrap_call(one)
         drop_hooks(one, lambda _: True)

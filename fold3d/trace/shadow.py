@@ -23,9 +23,10 @@ from fold3d.device import rng_untouched
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.caches import apart_from_caches
+from fold3d.trace.coat import drop_coat
 from fold3d.trace.compound import compute_as_linear, holders, prepare_copy
 from fold3d.trace.without_values import WithoutValues
-from fold3d.trace.wrappers import drop_hooks, drop_wrappers, is_users, users_hooks, whole_shape
+from fold3d.trace.wrappers import drop_hooks, is_users, users_hooks, whole_shape
 
 T = TypeVar("T")
 
@@ -260,7 +261,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
         ) from error
     for parameter in frozen:
         parameter.requires_grad_(False)
-    drop_wrappers(shadow)
+    drop_coat(shadow)
     for module in shadow.modules():
         drop_hooks(module, is_users)
 

@@ -19,6 +19,7 @@ from transformers.utils.generic import ModelOutput
 from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -209,15 +210,10 @@ class EvaluatingTrainer(CheckpointingTrainer):
         def call(*args: Any, **options: Any) -> Any:  # a function, so copies of the model have no copy of the trainer
             return generate(self.engine, *args, autocast=self.accelerator.autocast, **options)
 
-        own = vars(self.model)
-        if not has_stock_generate(self.engine.model) or "generate" in own:
+        with Coat() as coat:
+            if has_stock_generate(self.engine.model) and "generate" not in vars(self.model):
+                coat.put(Wrap.GENERATE, self.model, {"generate": call})
             yield
-            return
-        own["generate"] = call
-        try:
-            yield
-        finally:
-            del own["generate"]
 
     def _computes_loss_otherwise(self) -> bool:
         """Whether the loss is computed by code of the user's."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
+from fold3d.trace.coat import Coat, Hook, Wrap
 from fold3d.trace.wrappers import drop_hooks, set_whole_shape
 from fold3d.weights.missing import INSTEAD
 
@@ -44,28 +45,23 @@ def refuse_states(model: nn.Module) -> None:
     """Has `state_dict()` of the model, and of its modules that hold parts, raise MissingWeightsError: a file made of it
     would look whole."""
     for module, name, ranks in _holders(model):
-        if not any(isinstance(hook, _Refusal) for hook in module._state_dict_hooks.values()):
-            module.register_state_dict_post_hook(_Refusal(name, ranks))  # type: ignore[no-untyped-call]
+        if not any(_is_of(Wrap.STATE_REFUSED, hook) for hook in module._state_dict_hooks.values()):
+            Coat().put(Wrap.STATE_REFUSED, module, partial(_refuse_state, name, ranks))
 
 
 def refuse_calls(model: nn.Module) -> None:
     """Has modules that hold parts, when they are called, raise MissingWeightsError: what ranks compute of parts is put
     together no longer, and may look like a result of the whole."""
     for module, name, ranks in _holders(model):
-        if not any(isinstance(hook, _RefusedCall) for hook in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_RefusedCall(name, ranks))
-
-
-def allow_calls(model: nn.Module) -> None:
-    """Ends what `refuse_calls` began, wherever it did."""
-    for module in model.modules():
-        drop_hooks(module, lambda hook: isinstance(hook, _RefusedCall))
+        if not any(_is_of(Wrap.CALL_REFUSED, hook) for hook in module._forward_pre_hooks.values()):
+            Coat().put(Wrap.CALL_REFUSED, module, partial(_refuse_call, name, ranks))
 
 
 @contextlib.contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """Allows calls from now on, unless the body raises."""
-    allow_calls(model)
+    """Ends what `refuse_calls` began, wherever it did, unless the body raises."""
+    for module in model.modules():
+        drop_hooks(module, partial(_is_of, Wrap.CALL_REFUSED))
     try:
         yield
     except BaseException:
@@ -92,29 +88,21 @@ def state_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
         _NAMES_ARE_READ.reset(token)
 
 
-class _Refusal:
-    """The hook of one module."""
-
-    def __init__(self, name: str, ranks: int) -> None:
-        self._name, self._ranks = name, ranks
-
-    def __call__(self, *_: Any) -> None:
-        if not _NAMES_ARE_READ.get():
-            _refuse(self._name, self._ranks)
+def _is_of(row: Wrap, hook: Any) -> bool:
+    return isinstance(hook, Hook) and hook.row is row
 
 
-class _RefusedCall:
-    """The hook of one module."""
+def _refuse_state(name: str, ranks: int, *_: Any) -> None:
+    if not _NAMES_ARE_READ.get():
+        _refuse(name, ranks)
 
-    def __init__(self, name: str, ranks: int) -> None:
-        self._name, self._ranks = name, ranks
 
-    def __call__(self, *_: Any) -> NoReturn:
-        raise MissingWeightsError(
-            f"{_spread(self._name, self._ranks)}, but the engine that puts together what the ranks compute is closed, "
-            "or gone. Call the model before engine.close(), and keep the engine or trainer as long as it is used; or "
-            "load what trainer.save_model() has written, which is whole"
-        )
+def _refuse_call(name: str, ranks: int, *_: Any) -> NoReturn:
+    raise MissingWeightsError(
+        f"{_spread(name, ranks)}, but the engine that puts together what the ranks compute is closed, or gone. Call "
+        "the model before engine.close(), and keep the engine or trainer as long as it is used; or load what "
+        "trainer.save_model() has written, which is whole"
+    )
 
 
 def _refuse(name: str, ranks: int, *_: Any) -> NoReturn:

@@ -15,12 +15,12 @@ class Flags(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.states = GradientStates()
-        self.begun = self.handed_over = self.in_grad = self.resting = self.closed = False
+        self.begun = self.handed_over = self.in_grad = self.closed = False
 
     def may(self, event: Event) -> bool:
         """Whether the flags allow the event."""
-        if self.closed or self.resting:
-            return event is Event.CLOSE or (not self.closed and event in (Event.RESUME, Event.ATTACH))
+        if self.closed:
+            return event is Event.CLOSE
         here = self.begun and self.handed_over
         return {
             Event.ATTACH: not self.begun,
@@ -31,8 +31,6 @@ class Flags(RuleBasedStateMachine):
             Event.LEAVE: here and not self.in_grad,
             Event.TAKE: here,
             Event.DROP: self.begun,
-            Event.REST: not self.begun,
-            Event.RESUME: False,
             Event.CLOSE: True,
         }[event]
 
@@ -70,8 +68,6 @@ class Flags(RuleBasedStateMachine):
             self.begun = self.in_grad = False
         elif event is Event.ATTACH:
             self.in_grad = False
-        elif event in (Event.REST, Event.RESUME):
-            self.resting = event is Event.REST
         elif event is Event.CLOSE:
             self.closed = True
 
@@ -84,7 +80,6 @@ class Flags(RuleBasedStateMachine):
             return
         assert states.has_gradients is self.begun
         assert states.in_grad is self.in_grad
-        assert states.is_resting is self.resting
         assert (states.state is State.ACCUMULATING) is (self.begun and not self.handed_over)
 
 

@@ -13,6 +13,7 @@ from fold3d.data_parallel.reducer import Reducer
 from fold3d.errors import ConfigError
 from fold3d.placement.bucket_layout import BucketSpec
 from fold3d.topology import Submesh
+from fold3d.trace.coat import Coat
 
 
 class Setup:
@@ -32,7 +33,9 @@ class Setup:
         ]
         self.pushed: list[int] = []
         self.stale: set[int] = set()
+        self.coat = Coat()
         self.reducer = Reducer(
+            self.coat,
             self.buckets,
             dict.fromkeys("abcd", 1),
             lambda bucket: self.pushed.append(bucket.number),
@@ -61,7 +64,7 @@ class Setup:
 def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     found = Setup(request.param)
     yield found
-    found.reducer.remove()
+    found.coat.close()
 
 
 def test_buckets_are_handed_over_when_all_gradients_came_the_last_first(setup: Setup) -> None:
@@ -99,18 +102,3 @@ def test_a_gradient_of_weights_that_were_not_up_to_date_is_refused(setup: Setup)
     setup.backward("cd")
     with pytest.raises(ConfigError, match="a was read before it was up to date"):
         setup.backward("a")
-
-
-def test_another_engines_gradients_are_left_alone(setup: Setup) -> None:
-    setup.begin(1)
-    setup.backward("abcd")
-    for bucket in setup.buckets:
-        bucket.detach()
-    setup.reducer.rest()
-    setup.backward("abcd")
-    assert setup.pushed == [1, 0]
-    assert all(float(parameter.grad[0]) == 3 for parameter in setup.parameters.values())  # type: ignore[index]
-    setup.reducer.resume()
-    setup.begin(1)
-    setup.backward("abcd")
-    assert setup.pushed == [1, 0, 1, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -162,8 +161,8 @@ def now_and_then_read(dp_sync: str) -> dict[str, Tensor]:
     return weights(model)
 
 
-def after_another_one(dp_sync: str, closed: bool) -> dict[str, Tensor]:
-    """Trains two steps; between them another engine uses the model and is gone."""
+def with_two_engines(dp_sync: str) -> dict[str, Tensor]:
+    """Trains two steps, each with an engine of its own; the second closes the first and takes the optimizer's state."""
     model = build()
     engine, optimizer = attached(model, dp_sync)
     for step in range(2):
@@ -171,12 +170,10 @@ def after_another_one(dp_sync: str, closed: bool) -> dict[str, Tensor]:
         engine.run(parts, share)
         optimizer.step()
         if step == 0:
-            other = engine_of(model, dp_sync)
-            other.forward(parts[0], share)
-            if closed:
-                other.close()
-            del other
-            gc.collect()
+            with engine.whole_optimizer_state():
+                saved = copy.deepcopy(optimizer.state_dict())
+            engine, optimizer = attached(model, dp_sync)
+            optimizer.load_state_dict(saved)
     engine.close()
     return weights(model)
 

@@ -1,4 +1,4 @@
-"""Copies of a model that an engine uses are models of their own; engines take turns on a model."""
+"""Copies of a model that an engine uses are models of their own; a model has one engine."""
 
 from __future__ import annotations
 
@@ -152,42 +152,42 @@ def test_parts_that_nobody_puts_together_are_not_computed_with(ranks: RankPool) 
             assert "is spread over the 2 ranks" in text and "Call the model before engine.close()" in text
 
 
-def take_turns(first: dict[str, Any], second: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
-    """Trains and evaluates with two engines in turn, and with one alone; returns the losses of both."""
-    outcomes = []
+def take_over(first: dict[str, Any], second: dict[str, Any]) -> tuple[list[float], list[float], list[str]]:
+    """Trains with two engines, one after the other, and with one alone; returns the losses of both, and what the first
+    of two says when it is asked again."""
+    outcomes, said = [], []
     for engines in (2, 1):
         model = models.build(models.gpt2_config(dropout=0.1), dtype=torch.float64)
-        one = Engine(model, ParallelConfig(micro_batches=2, seed=3, **first), optimizer=SGD)
+        one = other = Engine(model, ParallelConfig(micro_batches=2, seed=3, **first), optimizer=SGD)
         losses = [one.step(batch(4)).loss.item()]
-        other = one
         if engines == 2:
             other = Engine(model, ParallelConfig(micro_batches=2, seed=3, **second), optimizer=SGD)
         losses.append(other.evaluate(batch(2)).item())
-        losses.append(one.step(batch(4)).loss.item())
-        if how == "both train":
-            other.step_index = one.step_index
-            losses.append(other.step(batch(4)).loss.item())
-            one.step_index = other.step_index
-            losses.append(one.step(batch(4)).loss.item())
+        other.step_index = one.step_index
+        losses += [other.step(batch(4)).loss.item(), other.evaluate(batch(2)).item()]
+        for call in (one.evaluate, one.step) if engines == 2 else ():
+            with pytest.raises(ConfigError) as told:
+                call(batch(4))
+            said.append(str(told.value))
+        if one is not other:
+            one.close()
         losses.append(other.evaluate(batch(2)).item())
-        losses.append(one.evaluate(batch(2)).item())
-        one.close()
         other.close()
         assert not any("forward" in vars(module) for module in model.modules())
         outcomes.append(losses)
-    return outcomes[0], outcomes[1]
+    return outcomes[0], outcomes[1], said
 
 
 @pytest.mark.gate(cases=1)
-@pytest.mark.parametrize("how", ["one trains", "both train"])
 @pytest.mark.parametrize("second", ONE[1:], ids=str)
 @pytest.mark.parametrize("first", ONE[:3], ids=str)
-def test_engines_take_turns_on_one_process(first: dict[str, Any], second: dict[str, Any], how: str) -> None:
-    in_turn, alone = take_turns(first, second, how)
+def test_a_later_engine_closes_the_one_before(first: dict[str, Any], second: dict[str, Any]) -> None:
+    in_turn, alone, said = take_over(first, second)
     torch.testing.assert_close(in_turn, alone, rtol=0, atol=1e-12)
+    assert len(said) == 2 and all("this engine is closed, perhaps by a later one" in text for text in said)
 
 
-@pytest.mark.parametrize("how", ["one trains", "both train"])
+@pytest.mark.gate(cases=1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -197,9 +197,10 @@ def test_engines_take_turns_on_one_process(first: dict[str, Any], second: dict[s
     ],
     ids=str,
 )
-def test_engines_take_turns_on_two_processes(ranks: RankPool, layout: dict[str, Any], how: str) -> None:
-    for in_turn, alone in ranks.run(take_turns, 2, layout, layout, how):
+def test_a_later_engine_on_two_processes(ranks: RankPool, layout: dict[str, Any]) -> None:
+    for in_turn, alone, said in ranks.run(take_over, 2, layout, layout):
         torch.testing.assert_close(in_turn, alone, rtol=0, atol=1e-12)
+        assert len(said) == 2 and all("this engine is closed" in text for text in said)
 
 
 def test_an_engine_that_is_gone_leaves_the_model_free() -> None:
@@ -212,22 +213,23 @@ def test_an_engine_that_is_gone_leaves_the_model_free() -> None:
     assert len(set(losses)) == 1, losses
 
 
-def interrupt() -> str:
-    """Evaluates with another engine between run and step."""
+def interrupt() -> tuple[str, list[float]]:
+    """Evaluates with another engine between run and step; returns what the step says, and losses of both engines."""
     model = models.build(models.gpt2_config())
     config = ParallelConfig(dp=2, segments=1, micro_batches=2)
-    one, other = Engine(model, config, optimizer=SGD), None
+    one = Engine(model, config, optimizer=SGD)
+    losses = [one.evaluate(batch(2)).item()]
     one.run([batch(2), batch(2)], lambda module, rows: module(**rows).loss)
-    try:
-        other = Engine(model, config, example=batch(2))
-    except ConfigError as error:
-        return str(error)
-    finally:
-        one.close()
-        if other is not None:
-            other.close()
-    return "nothing"
+    other = Engine(model, config, example=batch(2))
+    assert one.optimizer is not None
+    with pytest.raises(ConfigError) as told:
+        one.optimizer.step()
+    losses.append(other.evaluate(batch(2)).item())
+    other.close()
+    return str(told.value), losses
 
 
-def test_no_turn_between_run_and_step(ranks: RankPool) -> None:
-    assert all("between this one's run and optimizer.step()" in text for text in ranks.run(interrupt, 2))
+def test_a_later_engine_between_run_and_step(ranks: RankPool) -> None:
+    """The gradients are gone with the engine, and the optimizer's step says so instead of doing nothing."""
+    for text, losses in ranks.run(interrupt, 2):
+        assert "this engine is closed, perhaps by a later one" in text and losses[0] == losses[1]

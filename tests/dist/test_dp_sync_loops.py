@@ -38,12 +38,11 @@ def test_gradients_that_are_read_in_some_steps(ranks: RankPool, dp_sync: str) ->
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("dp_sync", WAYS)
-def test_another_engine_that_is_gone(ranks: RankPool, dp_sync: str, closed: bool) -> None:
-    """Nobody told the first one that the model was its own again: its gradients were not counted."""
+def test_a_second_engine_of_the_model(ranks: RankPool, dp_sync: str) -> None:
+    """Whose gradients are counted, and summed, by itself alone."""
     expected = loops.alone(2)
-    for found in ranks.run(loops.after_another_one, 2, dp_sync, closed):
+    for found in ranks.run(loops.with_two_engines, 2, dp_sync):
         assert_close(found, expected)
 
 

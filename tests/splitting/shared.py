@@ -16,6 +16,7 @@ from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.splitting.torch_modes import DoubleMode
 from fold3d.tensor_parallel.install import install
 from fold3d.tensor_parallel.region import RegionOps
+from fold3d.trace.coat import Coat
 
 
 def blocks_of(plan: ShardingPlan) -> ShardingPlan:
@@ -68,7 +69,7 @@ def saved_bytes(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan) 
         return x
 
     def as_rank(ops: Any) -> Tensor:
-        install(ranks[ops.rank], plan, ops.rank, ops)
+        install(Coat(), ranks[ops.rank], plan, ops.rank, ops)
         return result_of(ranks[ops.rank](**batch))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -97,7 +98,7 @@ def compare(
     ranks = [shard(model, plan, rank) for rank in range(plan.tp)]
 
     def as_rank(ops: EmulatedOps) -> Tensor:
-        install(ranks[ops.rank], plan, ops.rank, over(ops))
+        install(Coat(), ranks[ops.rank], plan, ops.rank, over(ops))
         return result(ranks[ops.rank](**batch))
 
     with DoubleMode():

@@ -19,7 +19,7 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.tensor_parallel.install import install
 from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange
 from fold3d.trace.capture import trace_call
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.coat import Coat
 from tests.splitting.models import Tiny, build
 from tests.splitting.shared import blocks_of, result_of, shard
 
@@ -61,9 +61,9 @@ def test_parameters_may_be_sliced_before_or_after(sliced_first: bool) -> None:
     def prepare(model: nn.Module, ops: EmulatedOps) -> Callable[[], Tensor]:
         if sliced_first:
             model = shard(model, plan, ops.rank)
-            install(model, plan, ops.rank, ops)
+            install(Coat(), model, plan, ops.rank, ops)
         else:
-            install(model, plan, ops.rank, ops)
+            install(Coat(), model, plan, ops.rank, ops)
             for name, spread in plan.shards.items():
                 parameter = model.get_parameter(name)
                 parameter.data = spread.take(parameter.data, ops.rank)
@@ -80,12 +80,13 @@ def test_classes_stay_and_undo_gives_back_attributes_and_forwards() -> None:
     attention: Any = block.get_submodule("self_attn")
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     expected = result_of(model(**tiny.batch))
-    undo = install(model, plan, 0, OneOfTwo(0))
+    coat = Coat()
+    install(coat, model, plan, 0, OneOfTwo(0))
     assert attention.config.num_attention_heads == 4 and model.config.num_attention_heads == 8
     assert {name: type(module) for name, module in model.named_modules()} == {
         n: kind for n, (kind, _) in before.items()
     }
-    undo()
+    coat.close()
     assert attention.config is model.config
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == {
         n: own for n, (_, own) in before.items()
@@ -97,7 +98,7 @@ def test_one_sum_in_each_direction_for_attention_and_for_the_perceptron() -> Non
     tiny, plan = planned("llama")
     ops = OneOfTwo(0)
     model = shard(tiny.model, plan, 0)
-    install(model, plan, 0, ops)
+    install(Coat(), model, plan, 0, ops)
     result_of(model(**tiny.batch)).backward()
     assert ops.calls == ["f", "g", "f", "g"] * len(tiny.blocks)
 
@@ -106,7 +107,7 @@ def test_without_gradients_nothing_enters() -> None:
     tiny, plan = planned("llama")
     ops = OneOfTwo(0)
     model = shard(tiny.model, plan, 0)
-    install(model, plan, 0, ops)
+    install(Coat(), model, plan, 0, ops)
     with torch.no_grad():
         model(**tiny.batch)
     assert ops.calls == ["g", "g"] * len(tiny.blocks)
@@ -119,12 +120,12 @@ def test_recomputation_gives_the_same_gradients_with_dropout(family: str) -> Non
 
     def gradients(recompute: bool) -> dict[str, Tensor]:
         model = shard(tiny.model, plan, 1)
-        install(model, plan, 1, OneOfTwo(1))
+        install(Coat(), model, plan, 1, OneOfTwo(1))
         if recompute:
             for name in tiny.blocks:
                 block = model.get_submodule(name)
                 original = block.forward
-                wrap(block, lambda *a, original=original, **k: checkpoint(original, *a, use_reentrant=False, **k))
+                block.forward = lambda *a, original=original, **k: checkpoint(original, *a, use_reentrant=False, **k)
         torch.manual_seed(3)
         result_of(model(**tiny.batch)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -163,7 +164,7 @@ class Blocks(nn.Module):
 
 def masks_of(model: nn.Module, batch: dict[str, Tensor], plan: ShardingPlan, rank: int) -> dict[str, Tensor]:
     model = shard(model, plan, rank)
-    install(model, plan, rank, OneOfTwo(rank))
+    install(Coat(), model, plan, rank, OneOfTwo(rank))
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
@@ -200,7 +201,7 @@ def test_masks_that_are_not_those_of_one_rank_are_told_of_once(caplog: pytest.Lo
 def test_evaluation_draws_nothing() -> None:
     tiny, plan = planned("gpt2", dropout=0.5)
     model = shard(tiny.model, plan, 0).eval()
-    install(model, plan, 0, OneOfTwo(0))
+    install(Coat(), model, plan, 0, OneOfTwo(0))
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model(**tiny.batch)
@@ -212,7 +213,7 @@ def test_an_exception_inside_a_region_leaves_the_common_generator() -> None:
     after = []
     for rank in range(2):
         model = shard(tiny.model, plan, rank)
-        install(model, plan, rank, OneOfTwo(rank))
+        install(Coat(), model, plan, rank, OneOfTwo(rank))
 
         def fail(*_: Any) -> None:
             raise KeyError("a user's hook")
@@ -233,7 +234,7 @@ def test_autocast() -> None:
 
     def prepare(model: nn.Module, ops: EmulatedOps) -> Callable[[], Tensor]:
         model = shard(model, plan, ops.rank)
-        install(model, plan, ops.rank, ops)
+        install(Coat(), model, plan, ops.rank, ops)
         return lambda: result_of(model(**tiny.batch))
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -258,8 +259,8 @@ def test_forwards_that_others_have_put_on_linear_layers_run() -> None:
                     count[ops.rank] += 1
                     return original(x)
 
-                wrap(module, forward)
-        install(model, plan, ops.rank, ops)
+                module.forward = forward
+        install(Coat(), model, plan, ops.rank, ops)
         return lambda: result_of(model(**tiny.batch))
 
     for found in as_ranks(tiny, plan, prepare):
@@ -274,7 +275,7 @@ def test_under_a_split_model() -> None:
 
     def prepare(model: nn.Module, ops: EmulatedOps) -> Callable[[], Tensor]:
         model = shard(model, plan, ops.rank)
-        install(model, plan, ops.rank, ops)
+        install(Coat(), model, plan, ops.rank, ops)
         split = SplitModel(model, traced, [(0, 1), (1, 2)])
 
         def run() -> Tensor:

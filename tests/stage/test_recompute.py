@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import recomputed_blocks
 from fold3d.recompute import Recompute
-from fold3d.stage.recompute import Checkpoints, check_names, modules_to_recompute, recomputed
+from fold3d.stage.recompute import check_names, modules_to_recompute, recompute_modules, recomputed
+from fold3d.trace.coat import Coat
 from tests.helpers import models
 
 BLOCKS = [f"h.{i}" for i in range(8)]
@@ -101,12 +102,13 @@ def test_batch_norms_count_once_and_less_is_kept() -> None:
     model = nn.Sequential(Block(), Block())
     plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
     expected, most = grads_and_kept(plain)
-    checkpoints = Checkpoints(wrapped, ["0", "1.norm"])
+    coat = Coat()
+    recompute_modules(coat, wrapped, ["0", "1.norm"])
     found, less = grads_and_kept(wrapped)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)) and less < most
     # A copy recomputes nothing, and what is taken off is gone.
     assert grads_and_kept(copy.deepcopy(wrapped))[1] > less
-    checkpoints.remove()
+    coat.close()
     assert "forward" not in vars(wrapped[0])
 
 

@@ -19,6 +19,7 @@ from fold3d.errors import ConfigError
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.tensor_parallel.vocabulary.chunked_loss import DeferredLogits, install_chunked_loss
 from fold3d.trace import trace
+from fold3d.trace.coat import Coat
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
 
@@ -63,7 +64,8 @@ def test_the_models_own_loss_is_the_same_in_chunks(items: int | None) -> None:
     wanted.backward()
     expected = gradients(model)
     model.zero_grad()
-    undo = install_chunked_loss(model, CHUNK)
+    coat = Coat()
+    install_chunked_loss(coat, model, CHUNK)
     largest = Largest()
     with largest:
         output = model(**given, **named)
@@ -73,7 +75,7 @@ def test_the_models_own_loss_is_the_same_in_chunks(items: int | None) -> None:
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-9, msg=name)
     assert isinstance(output.logits, DeferredLogits) and output.logits.shape == (3, 11, VOCABULARY)
-    undo()
+    coat.close()
     assert not isinstance(model(**given).logits, DeferredLogits)
 
 
@@ -112,7 +114,7 @@ def test_losses_of_others(
     wanted.backward()
     expected = gradients(model)
     model.zero_grad()
-    install_chunked_loss(model, CHUNK)
+    install_chunked_loss(Coat(), model, CHUNK)
     largest = Largest()
     with largest, caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -129,7 +131,7 @@ def test_losses_of_others(
 
 def test_evaluation_has_logits() -> None:
     model = build()
-    install_chunked_loss(model, CHUNK)
+    install_chunked_loss(Coat(), model, CHUNK)
     with torch.no_grad():
         assert type(model(**batch()).logits) is Tensor
     assert type(model.eval()(**batch()).logits) is Tensor
@@ -137,7 +139,7 @@ def test_evaluation_has_logits() -> None:
 
 def test_a_model_without_a_head() -> None:
     with pytest.raises(ConfigError, match="chunked_loss=5: Linear has no output head"):
-        install_chunked_loss(nn.Linear(2, 2), CHUNK)
+        install_chunked_loss(Coat(), nn.Linear(2, 2), CHUNK)
     with pytest.raises(ConfigError, match="chunked_loss=0: must be an integer of at least 1"):
         fold3d.ParallelConfig(chunked_loss=0)
 
@@ -147,7 +149,7 @@ def peak_of_loss(tokens: int | None, vocabulary: int, length: int) -> tuple[int,
     model = models.build(models.llama_config(layers=1, vocab=vocabulary))
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(1))
     if tokens is not None:
-        install_chunked_loss(model, tokens)
+        install_chunked_loss(Coat(), model, tokens)
     assert _C.count_cpu_bytes(True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -200,7 +202,7 @@ def test_the_planner_counts_it() -> None:
     given = {"input_ids": ids, "labels": ids}
     recording = trace(model, example=given)
     whole = layer_bytes(model, recording, given)[-1]
-    chunked = layer_bytes(model, recording, given, prepare=lambda copied: install_chunked_loss(copied, 8))[-1]
+    chunked = layer_bytes(model, recording, given, prepare=lambda copied: install_chunked_loss(Coat(), copied, 8))[-1]
     logits = 4 * 4096 * 64
     assert whole.saved >= logits > 2 * chunked.saved
     assert whole.backward > 2 * logits and chunked.backward < whole.backward / 2

@@ -15,9 +15,10 @@ from fold3d.errors import SplitError, TraceError
 from fold3d.splitting.capture import _InHostMemory
 from fold3d.stage.split_model import SplitModel
 from fold3d.trace import find_blocks, trace
+from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.shadow import fake, fake_copy
 from fold3d.trace.without_values import WithoutValues
-from fold3d.trace.wrappers import replace_attributes, set_whole_shape
+from fold3d.trace.wrappers import set_whole_shape
 from tests.trace.chains import assert_equal, chained, cuts, ranks_of, record, whole
 from tests.trace.zoo import Plain, build, checkpointed, plain, tokens
 
@@ -397,13 +398,14 @@ def test_a_copy_of_a_shard_is_whole() -> None:
     layer = torch.nn.Linear(4, 6)
     layer.weight.data = layer.weight.data[:3].clone()
     set_whole_shape(layer.weight, (6, 4))
-    undo = replace_attributes(layer, {"out_features": 3})
-    replace_attributes(layer, {"out_features": 2})
+    coat = Coat()
+    coat.put(Wrap.PART_ATTRIBUTES, layer, {"out_features": 3})
+    coat.put(Wrap.PART_ATTRIBUTES, layer, {"out_features": 2})
     mode = FakeTensorMode()
     copied = fake_copy(layer, mode)
     assert copied.weight.shape == (6, 4) and copied.out_features == 6
     assert layer.weight.shape == (3, 4) and layer.out_features == 2
-    undo()
+    coat.close()
     assert layer.out_features == 6
 
 

@@ -457,19 +457,6 @@ def test_a_block_costs_a_few_calls() -> None:
             assert calls_of(run) - alone < each * blocks + 400  # for each block, and around the call of the model
 
 
-def test_two_take_turns_on_a_model() -> None:
-    model, batch = plain(), tokens()
-    recorded = record(model, batch)
-    want = model(**batch)["loss"]
-    first, second = SplitModel(model, recorded, [(0, 4)]), SplitModel(model, recorded, [(0, 4)])
-    for split in (first, second, second, first):
-        assert torch.equal(split.run(0, lambda: model(**batch)["loss"], [], (1, 2, 3))[1], want)
-    second.remove()  # it has nothing on the model
-    assert "forward" in vars(model.layers[0])
-    first.remove()
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_a_forward_that_was_replaced_since() -> None:
     from fold3d.errors import TraceError
 

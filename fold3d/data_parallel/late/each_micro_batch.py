@@ -164,12 +164,6 @@ class EachMicroBatch(Versioned):
     def _taken_with(self, settings: Settings) -> Settings:
         return self._settings.popleft()
 
-    def rest(self) -> None:
-        """See `DpSync.rest`."""
-        if self._is_run or self._settings:
-            raise ConfigError("another engine was about to use the model in the middle of a step; call engine.drain()")
-        super().rest()
-
     def close(self) -> None:
         """See `DpSync.close`."""
         super().close()

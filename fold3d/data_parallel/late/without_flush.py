@@ -253,12 +253,6 @@ class WithoutFlush(Versioned):
             raise ConfigError("with flush=False a step cannot be left out; set flush=True")
         super().abandon()
 
-    def rest(self) -> None:
-        """See `DpSync.rest`."""
-        if self._flowing:
-            raise ConfigError("another engine was about to use the model in the middle of a step; call engine.drain()")
-        super().rest()
-
     def close(self) -> None:
         """See `DpSync.close`."""
         super().close()

@@ -224,7 +224,7 @@ def _record(
                 example = _arguments(order, begun) if example is None else example
             if example is not None:
                 found = replace(found, example=example, samples=_samples(order, inputs, example))
-        recording = record(model, config, example)
+        recording = record(model, config, example, found.constraints.segments)
         recording = None if recording is None else recording.under(config.tp)
         if recording is not None and config.recompute != AUTO:
             check_patterns(model, recording.blocks, Recompute.parse(config.recompute))
@@ -324,7 +324,7 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
             compile_options=order.compile_options,
             layout=layout,
         )
-        undo.callback(cut.remove)
+        undo.callback(cut.coat.close)
         _refuse_cut_weights(model, found.read)
         actions = Programs.of(strategy).compute(config.micro_batches).csv()
         of_all = settings_of(config, strategy) | {"schedule's actions": actions} | of_all

@@ -221,13 +221,13 @@ def _recorded(asked: Asked, group: WorldGroup) -> Trace | None:
     config, error, found = asked.config, None, None
     group.progress.turn_to("recording the model")
     try:
-        chunks = (config.pp or group.topology.world) * (1 if config.segments == AUTO else int(config.segments))
+        chunks = (config.pp or group.topology.world) * (config.given_segments or 1)
         found = trace(
             asked.model, blocks=config.blocks, partition=config.partition, example=asked.example, chunks=chunks
         )
     except TraceError as own:
         named = config.blocks != AUTO or config.partition != BLOCKS
-        if named or (config.pp or 1) * (config.tp or 1) > 1 or config.segments not in (1, AUTO):
+        if named or (config.pp or 1) * (config.tp or 1) > 1 or config.given_segments not in (1, None):
             error = own
         else:
             logger.info("the model stays in one piece: %s", own)

@@ -48,6 +48,7 @@ from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.topology import Topology
 from fold3d.trace import Trace
 from fold3d.trace.batches import synthetic_example
+from fold3d.trace.coat import Coat
 from fold3d.trace.wrappers import users_hooks
 from fold3d.weights.part_marks import is_part
 
@@ -227,7 +228,7 @@ def profile_of(
 
     def prepare(copied: Module) -> None:
         if tokens is not None:
-            install_chunked_loss(copied, tokens, tells=False)
+            install_chunked_loss(Coat(), copied, tokens, tells=False)
 
     profile = profile_model(
         *(model, recording, example, device),

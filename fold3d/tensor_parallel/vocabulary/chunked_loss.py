@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fold3d.errors import ConfigError
 from fold3d.tensor_parallel.vocabulary.logits import looks_at_no_element
 from fold3d.tensor_parallel.vocabulary.rules import Call, NeedsWhole
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.coat import Coat, Wrap
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +183,8 @@ _RULES: dict[str, Callable[[DeferredLogits, Call], Any]] = {
 }
 
 
-def install_chunked_loss(model: nn.Module, tokens: int, *, tells: bool = True) -> Callable[[], None]:
-    """Has the output head of a model, in training, return a stand-in for its logits; returns what undoes that.
+def install_chunked_loss(coat: Coat, model: nn.Module, tokens: int, *, tells: bool = True) -> None:
+    """Has the output head of a model, in training, return a stand-in for its logits.
 
     Args:
         tokens: whose logits are there at a time, at most.
@@ -208,4 +208,4 @@ def install_chunked_loss(model: nn.Module, tokens: int, *, tells: bool = True) -
             dtype = original(input.flatten(0, -2)[:0]).dtype
         return DeferredLogits(input, made, dtype)
 
-    return wrap(head, forward)
+    coat.put(Wrap.CHUNKED_LOSS, head, forward)

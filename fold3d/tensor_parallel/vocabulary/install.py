@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.tensor_parallel.region import REDUCE, RegionOps
 from fold3d.tensor_parallel.vocabulary.column_parallel import Columns
 from fold3d.tensor_parallel.vocabulary.logits import VocabularyParallelLogits
-from fold3d.trace.wrappers import wrap
+from fold3d.trace.coat import Coat, Wrap
 
 
 def parallel_lookup(module: nn.Embedding, columns: Columns, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,23 +69,19 @@ def _padding(index: int | None, columns: Columns) -> int | None:
     return index - columns.first if index is not None and columns.first <= index < columns.end else None
 
 
-def install_vocabulary(model: nn.Module, vocabulary: Vocabulary, ops: RegionOps) -> Callable[[], None]:
+def install_vocabulary(coat: Coat, model: nn.Module, vocabulary: Vocabulary, ops: RegionOps) -> None:
     """Makes the modules that `vocabulary` spreads work on the rows that rank `ops.rank` holds.
 
     Only forwards of instances are put on, no class is changed. The parameters (`vocabulary.shards`) are cut by the
     caller, before or after, and hold `Shard.take` of the whole when a forward runs.
-
-    Returns: what takes the forwards off again.
     """
-    undo = ExitStack()
     for name, shard in vocabulary.embeddings.items():
         module = model.get_submodule(name)
         assert isinstance(module, nn.Embedding)
-        undo.callback(wrap(module, parallel_lookup(module, Columns(shard, ops), module.forward)))
+        coat.put(Wrap.VOCABULARY, module, parallel_lookup(module, Columns(shard, ops), module.forward))
     for name, shard in vocabulary.heads.items():
         module = model.get_submodule(name)
-        undo.callback(wrap(module, _parallel_head(Columns(shard, ops), module.forward)))
-    return undo.close
+        coat.put(Wrap.VOCABULARY, module, _parallel_head(Columns(shard, ops), module.forward))
 
 
 def _parallel_head(columns: Columns, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from fold3d.sharding.vocabulary import Vocabulary, find_vocabulary
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.vocabulary import install_vocabulary
 from fold3d.trace import trace
+from fold3d.trace.coat import Coat
 from tests.tensor_parallel.vocabulary.emulated import NothingWhole
 from tests.trace import zoo
 
@@ -79,7 +80,7 @@ def train_once(family: str) -> tuple[dict[str, Tensor], ...]:
     model, inputs = build(family), batch(family)
     vocabulary = find_vocabulary(model, trace(model), ops.size)
     cut(model, vocabulary, ops.rank)
-    install_vocabulary(model, vocabulary, ops)
+    install_vocabulary(Coat(), model, vocabulary, ops)
     found = []
     for loss_of in (exact_loss, stock_loss):
         model.zero_grad()

@@ -14,6 +14,7 @@ from torch import Tensor
 from fold3d.sharding.vocabulary import find_vocabulary
 from fold3d.tensor_parallel.vocabulary import VocabularyParallelLogits, install_vocabulary
 from fold3d.trace import trace
+from fold3d.trace.coat import Coat
 from tests.helpers.ranks import RankPool
 from tests.tensor_parallel.vocabulary import jobs
 from tests.tensor_parallel.vocabulary.emulated import NothingWhole, ThreadedOps, on_ranks
@@ -31,12 +32,13 @@ def compare(family: str, size: int, loss_of: Callable[..., Tensor], tolerance: f
         own = copy.deepcopy(model)
         cut(own, vocabulary, ops.rank)
         kinds = [type(module) for module in own.modules()]
-        undo = install_vocabulary(own, vocabulary, ops)
+        coat = Coat()
+        install_vocabulary(coat, own, vocabulary, ops)
         with contextlib.nullcontext() if whole else NothingWhole(V):
             loss = loss_of(own, inputs)
             loss.backward()
         assert kinds == [type(module) for module in own.modules()]
-        undo()
+        coat.close()
         assert not [module for module in own.modules() if "forward" in vars(module)]
         return {"loss": loss.detach(), **{name: p.grad for name, p in own.named_parameters() if p.grad is not None}}
 
@@ -76,7 +78,7 @@ def test_evaluation_returns_logits_in_parts_that_are_whole_when_read() -> None:
     def run(ops: ThreadedOps) -> None:
         own = copy.deepcopy(model)
         cut(own, vocabulary, ops.rank)
-        install_vocabulary(own, vocabulary, ops)
+        install_vocabulary(Coat(), own, vocabulary, ops)
         with torch.no_grad():
             outputs = own(**inputs)
         assert isinstance(outputs.logits, VocabularyParallelLogits)
@@ -94,7 +96,7 @@ def test_ids_that_are_no_entries() -> None:
     def run(ops: ThreadedOps) -> None:
         own = copy.deepcopy(model)
         cut(own, vocabulary, ops.rank)
-        install_vocabulary(own, vocabulary, ops)
+        install_vocabulary(Coat(), own, vocabulary, ops)
         with pytest.raises(IndexError, match=f"index {V} is out of range"):
             own(input_ids=torch.tensor([[1, V]]))
 
