@@ -18,13 +18,6 @@ const Origin& unknown() {
 
 }  // namespace
 
-std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {  // the finalizer of splitmix64
-  std::uint64_t x = a * 0x9e3779b97f4a7c15ULL + b;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-  return x ^ (x >> 31);
-}
-
 std::uint64_t number_of(std::string_view text) {  // FNV-1a: std::hash is another one in another process
   std::uint64_t hash = 0xcbf29ce484222325ULL;
   for (const char letter : text) hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3ULL;

@@ -13,7 +13,12 @@
 namespace fold3d::runtime {
 
 /// Mixes two numbers into one, the same in every process.
-std::uint64_t mixed(std::uint64_t a, std::uint64_t b);
+inline std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {  // the finalizer of splitmix64
+  std::uint64_t x = a * 0x9e3779b97f4a7c15ULL + b;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  return x ^ (x >> 31);
+}
 
 /// A number of a text, the same in every process.
 std::uint64_t number_of(std::string_view text);
