@@ -22,13 +22,18 @@ constexpr std::uint64_t kArgumentBits = 15;  // of `Origin::given`, from 1 on; p
 void give(OperatorRun& run, py::handle value, std::uint64_t place) {
   if (THPVariable_Check(value.ptr())) {
     run.given(THPVariable_Unpack(value.ptr()), place, 1 + place % kArgumentBits);
-  } else if (py::isinstance<py::tuple>(value) || py::isinstance<py::list>(value)) {
-    std::uint64_t index = 0;
-    for (const py::handle one : py::reinterpret_borrow<py::sequence>(value)) give(run, one, mixed(place, ++index));
-  } else if (py::isinstance<py::dict>(value)) {
-    for (const auto& [key, one] : py::reinterpret_borrow<py::dict>(value)) {
-      const bool is_text = py::isinstance<py::str>(key);
-      give(run, one, is_text ? mixed(place, number_of(py::cast<std::string>(key))) : place);
+  } else if (PyTuple_Check(value.ptr()) || PyList_Check(value.ptr())) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(value.ptr());
+    for (Py_ssize_t index = 0; index < size; ++index) {
+      give(run, PySequence_Fast_GET_ITEM(value.ptr(), index), mixed(place, static_cast<std::uint64_t>(index) + 1));
+    }
+  } else if (PyDict_Check(value.ptr())) {
+    Py_ssize_t next = 0;
+    PyObject *key = nullptr, *one = nullptr;
+    while (PyDict_Next(value.ptr(), &next, &key, &one) != 0) {
+      Py_ssize_t size = 0;
+      const char* const text = PyUnicode_Check(key) ? PyUnicode_AsUTF8AndSize(key, &size) : "";
+      give(run, one, mixed(place, number_of({text, static_cast<std::size_t>(size)})));
     }
   }
 }

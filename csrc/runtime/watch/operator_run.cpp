@@ -151,7 +151,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& call) {
   const auto inputs = call.inputs();
   run->results.reset();
   if (run->paused || !op.makes) {
-    if (const auto origin = first_origin(run->origins, op, inputs)) run->results = {*origin, false, op.writes};
+    if (const auto origin = first_origin(run->origins, op, inputs)) run->results = Results{*origin, false, op.writes};
   }
   if (run->paused || op.hash == 0) return nullptr;
   std::uint64_t hash = op.hash;
@@ -161,7 +161,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& call) {
   std::uint64_t sources = 0;
   if (op.makes) {
     const Operands operands = operands_of(run->origins, hash, op, inputs);
-    run->results = {operands.origin(), true, op.writes};
+    run->results = Results{operands.origin(), true, op.writes};
     sources = operands.sources();
   }
   run->ran(hash, sources, op.name.c_str());

@@ -25,6 +25,13 @@ class NumberSet {
   std::size_t count_ = 0;
 };
 
+/// Where the results of an operator come from.
+struct Results {
+  Origin origin;
+  bool differ = false;  ///< whether each one's origin is one of its own
+  bool writes = false;  ///< whether arguments that it returns come from it
+};
+
 /// Sequences of three operators that follow each other, with the dimensions that they are told, and operators with the
 /// origins of their tensors, all as numbers that are the same in every process. Only what Python's code calls itself
 /// counts, not what operators call. Products of matrices are one operator, because a rank may compute them by another
@@ -54,14 +61,7 @@ class OperatorRun {
   bool paused = false;  ///< what runs is fold3d's own
 
   Origins origins;
-
-  /// Of the outermost operator.
-  struct Results {
-    Origin origin;
-    bool differ = false;  ///< whether each one's origin is one of its own
-    bool writes = false;  ///< whether arguments that it returns come from it
-  };
-  std::optional<Results> results;  ///< none: nobody knows where they come from
+  std::optional<Results> results;  ///< of the outermost operator; none: nobody knows where they come from
 
  private:
   /// Returns whether it is not known.

@@ -1,7 +1,5 @@
 #include "runtime/watch/origins.h"
 
-#include <ATen/core/ivalue.h>
-
 #include <algorithm>
 #include <array>
 
