@@ -25,4 +25,4 @@ def test_ordinary_models_are_left_alone(ranks: RankPool, family: str, layout: st
     for trained in ranks.run(watch_jobs.train, 2, family, LAYOUTS[layout], timeout=200.0):
         assert trained.error == ""
         assert all(map(math.isfinite, trained.losses))
-        assert trained.proofs == 0, "what came later has been seen in the first step"
+        assert trained.proofs == 0, "what comes later has been seen before"

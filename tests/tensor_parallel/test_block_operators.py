@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,8 @@ def train(kind: str, *, by_attribute: bool = False, **layout: bool | str) -> str
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
+WHOLE: dict[str, Any] = {"sequence_parallel": False}
+
 CASES: dict[str, tuple[Callable[[], str], str]] = {
     "mean": (lambda: train("mean"), "aten::mean, aten::sub"),
     "mean, by an attribute": (lambda: train("mean", by_attribute=True), "aten::mean, aten::sub"),
@@ -101,12 +104,18 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "the same function of other dimensions": (lambda: train("dim"), "aten::softmax"),
     "over tokens": (lambda: train("tokens", sequence_parallel=False), ""),
     "over tokens that ranks share": (lambda: train("tokens", sequence_parallel=True), "aten::mean, aten::sub"),
-    "mean of others": (lambda: train("mean of others"), "layers.0 (Block) computes otherwise"),
-    "mean of others, by an attribute": (lambda: train("mean of others", by_attribute=True), "mean of other tensors"),
-    "mean of others, halves": (lambda: train("mean of others", tp_overlap="sub"), "aten::mean of other tensors"),
-    "norm of others": (lambda: train("norm of others"), "norm of other tensors"),
-    "cumsum of others": (lambda: train("cumsum of others"), "aten::cumsum of other tensors"),
-    "topk of others": (lambda: train("topk of others", tp_overlap="none"), "aten::topk of other tensors"),
+    "mean of others": (lambda: train("mean of others", **WHOLE), "layers.0 (Block) computes otherwise"),
+    "mean of others, by an attribute": (
+        lambda: train("mean of others", by_attribute=True, **WHOLE),
+        "mean of other tensors",
+    ),
+    "mean of others, halves": (
+        lambda: train("mean of others", tp_overlap="sub", **WHOLE),
+        "aten::mean of other tensors",
+    ),
+    "norm of others": (lambda: train("norm of others", **WHOLE), "norm of other tensors"),
+    "cumsum of others": (lambda: train("cumsum of others", **WHOLE), "aten::cumsum of other tensors"),
+    "topk of others": (lambda: train("topk of others", tp_overlap="none", **WHOLE), "aten::topk of other tensors"),
     "either": (lambda: train("either"), ""),
     "either, by an attribute": (lambda: train("either", by_attribute=True, tp_overlap="none"), ""),
     "buffer": (lambda: train("buffer"), "Of its tensors 'seen' a rank has all 32 entries"),

@@ -16,10 +16,10 @@ constexpr std::array kProducts{
 constexpr std::array kRandom{"dropout",   "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli",
                              "uniform_",  "normal_",        "randint",         "rand",          "randn",
                              "rand_like", "randn_like",     "dropout_",        "bernoulli_",    "feature_dropout_"};
-/// They compute nothing, and activation checkpoints, which come and go, call them.
-constexpr std::array kNothing{"empty", "empty_like", "detach", "alias"};
-/// They return what they were given, or a copy or a cast of it; which, depends on types and strides.
-constexpr std::array kSame{"to", "_to_copy", "type_as", "contiguous", "clone"};
+/// They compute nothing, and come and go: activation checkpoints call them, strides decide whether they are called.
+constexpr std::array kNothing{"empty", "empty_like", "detach", "alias", "contiguous"};
+/// They return what they were given, or a copy or a cast of it; which, depends on types.
+constexpr std::array kSame{"to", "_to_copy", "type_as", "clone"};
 constexpr std::array kDimensions{"dim",       "dims",    "dim0",    "dim1",     "dimension",
                                  "start_dim", "end_dim", "keepdim", "equation", "descending"};
 
