@@ -98,7 +98,7 @@ class BlockSplit:
     unread: tuple[str, ...] = ()
     """Parameters of the others that nothing read then."""
     operators: tuple[int, ...] = field(default=(), compare=False)
-    """What ranks ran of torch when it was proved, as sequences of operators (`_C.OperatorRun`)."""
+    """What ranks ran of torch when it was proved, as numbers (`_C.OperatorRun`)."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Of modules and parameters that hold weights, by relative name: why they are split as they are."""
 

@@ -9,6 +9,7 @@ import greenlet
 import torch
 from torch import Tensor
 
+from fold3d._C import same_origin
 from fold3d.tensor_parallel.region import ALL_GATHER, REDUCE_SCATTER, SAME, SUM, Exchange
 from fold3d.tensor_parallel.turns import ThreadState, switched
 
@@ -24,7 +25,9 @@ class EmulatedOps:
 
     def exchange(self, x: Tensor, how: Exchange) -> Tensor:
         """See RegionOps."""
-        return self._group.meet(self.rank, how, x)
+        made = self._group.meet(self.rank, how, x)
+        same_origin(made, x)
+        return made
 
 
 class EmulatedGroup:

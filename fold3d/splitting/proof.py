@@ -310,7 +310,7 @@ def install_as_rank(
     calls, parted = BlockCalls(ops), None
     if sequence is not None:
         parted = BlockSequence(block, sequence, SequenceLength(ops.size, ops.rank), ops, calls)
-    watch = None if operators is None else OperatorWatch(NumberSet(), operators.update)
+    watch = None if operators is None else OperatorWatch(block, NumberSet(), operators.update)
     install_block(Coat(), block, split, ops.rank, ops, calls, parted, watch)
 
 

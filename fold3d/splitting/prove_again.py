@@ -42,7 +42,7 @@ def prove_again(
         model: with the forwards of `plan` on it, perhaps cut; it is not touched.
         trace: a recording of the model, with the same blocks.
         arguments: of the model's forward.
-        wanted: sequences of operators that ranks then run (`_C.OperatorRun`).
+        wanted: what ranks then run of torch, as numbers (`Operators`).
     Returns: an empty text, or why it is not proved. Raises: TraceError when the model cannot be run so.
     """
     # A tensor of a class of its own may note who reads it: the loss function does so with num_items_in_batch.

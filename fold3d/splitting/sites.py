@@ -75,7 +75,7 @@ class SiteMode(TorchFunctionMode):
                 with of_fold3d():
                     done = self._run_product(func, args, kwargs)
                 if done is not None:
-                    note_product()
+                    note_product(done, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
                     return done
             elif views and views[0] is not None:
                 return self._run_view(func, views[0], args, kwargs)

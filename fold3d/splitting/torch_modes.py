@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fold3d._C import note_product
+from fold3d.tensor_parallel.operators import of_fold3d
+
 GROUPED = frozenset({torch._grouped_mm, torch.nn.functional.grouped_mm})
 """The functions that it stands for."""
 
@@ -76,7 +79,10 @@ class DoubleMode(TorchFunctionMode):
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
         if func in GROUPED and args[0].dtype == torch.float64:
-            func = grouped_mm
+            with of_fold3d():
+                found = grouped_mm(*args, **kwargs)
+            note_product(found, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
+            return found
         return func(*args, **kwargs)
 
 
@@ -106,7 +112,7 @@ class WithoutDraws(TorchFunctionMode):
         state = torch.get_rng_state()
         drawn = func(*args, **named)
         torch.set_rng_state(state)
-        with torch.no_grad():
+        with torch.no_grad(), of_fold3d():
             return drawn.fill_(_INSTEAD[func])
 
 

@@ -102,6 +102,10 @@ def _parted_already(trace: Trace, block: int, sequence: Mapping[str, SequenceSpl
     return trace.result(block, found[0]) if found else None
 
 
+_MOST_NAMES = 5
+"""Of operators in an error: what follows a change comes from other tensors, too."""
+
+
 class OperatorChecks:
     """Of all chunks of a rank: has blocks proved again that have run other operators than when they were divided, or in
     another order. All ranks of a group run alike, so each does that by itself."""
@@ -110,8 +114,8 @@ class OperatorChecks:
         self, model: nn.Module, operators: BlockOperators, prove: Callable[[Arguments, str, Collection[int]], str]
     ) -> None:
         """Args:
-        prove: arguments of the model, name of a block, sequences of operators that it must run -> why its division does
-            not hold; "" where it does.
+        prove: arguments of the model, name of a block, numbers of what it must run (`Operators`) -> why its division
+            does not hold; "" where it does.
         """
         self._model, self._operators, self._prove = model, operators, prove
 
@@ -128,7 +132,8 @@ class OperatorChecks:
                 except Exception as error:  # whatever a model's code does in a copy
                     reason = "" if is_first else f"it cannot be run by itself: {type(error).__name__}: {error}"
             if reason:
-                last = ", ".join(dict.fromkeys(found.values()))
+                names = list(dict.fromkeys(found.values()))
+                last = ", ".join([*names[:_MOST_NAMES], *["..."] * (len(names) > _MOST_NAMES)])
                 raise ConfigError(
                     f"tp: {name} ({type(self._model.get_submodule(name)).__name__}) computes otherwise than with the "
                     "first micro-batch (or the Engine's `example`), by which it was divided over the tensor-parallel "

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d._C import same_origin
 from fold3d.tensor_parallel.kept_exchanges import KeptExchanges
 from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.tensor_parallel.region import ALL_GATHER, PART, REDUCE_SCATTER, SAME, SUM, Exchange
@@ -78,9 +79,12 @@ class TensorParallelGroup:
         """See RegionOps."""
         make = self.exchange_at_once if self.turns.current is None else self._exchange_in_turns
         with of_fold3d():
-            if not how.communicates:
-                return make(x, how, None)
-            return self.kept.recall(lambda known: make(x, how, known))
+            if how.communicates:
+                made = self.kept.recall(lambda known: make(x, how, known))
+            else:
+                made = make(x, how, None)
+        same_origin(made, x)
+        return made
 
     def exchange_at_once(self, x: Tensor, how: Exchange, known: Tensor | None = None) -> Tensor:
         """Returns what `how` makes of `x`.

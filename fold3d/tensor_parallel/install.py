@@ -125,7 +125,7 @@ def install(
             if parted.begins:
                 length = SequenceLength(ops.size, rank)
             sequence = BlockSequence(block, parted, length, ops, calls)
-        watch = None if operators is None or not split.groups else operators.watch(name)
+        watch = None if operators is None or not split.groups else operators.watch(name, block)
         install_block(coat, block, split, rank, ops, calls, sequence, watch)
         inner = InnerParts(block, name, rank, ops, sequence)
         for one in (split if parted is None else parted).inner:
@@ -266,7 +266,7 @@ class _Installer:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
                 with contextlib.ExitStack() as drawing:
                     if operators is not None:
-                        drawing.enter_context(operators.around())
+                        drawing.enter_context(operators.around(args, kwargs))
                         drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
@@ -303,7 +303,7 @@ class _Installer:
     def _linear_exit(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
         calls, ops, summed, sequence = self._calls, self._ops, self._leave, self._sequence
 
-        @_one_product
+        @partial(_one_product, module)
         def forward(x: Tensor) -> Tensor:
             fused = ops.fused if is_fusable(module, x) else None
             y = x if fused is not None else matmul(module, x)
@@ -327,7 +327,7 @@ class _Installer:
         found = next((names for names in split.together if name in names and self._sequence is None), ())
         linear = self.linear_entries
 
-        @_one_product
+        @partial(_one_product, module)
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             (x,) = (*args, *kwargs.values())
             call = calls.current()
@@ -415,13 +415,13 @@ def _of_whole(block: nn.Module, held: Mapping[str, tuple[str, Shard]], error: Ex
     )
 
 
-def _one_product(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Has what a forward runs noted as one product of matrices, however it is made."""
+def _one_product(module: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Has what a linear module's forward runs noted as one product of matrices, however it is made."""
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         with of_fold3d():
             y = forward(*args, **kwargs)
-        note_product()
+        note_product(y, [*args, *kwargs.values(), module.weight, module.bias])  # type: ignore[list-item]
         return y
 
     return noted

@@ -72,8 +72,9 @@ class PartialDraws(TorchFunctionMode):
             return func(*args, **named)
         with of_fold3d():
             drawn = handler(self, func, args, named)
-        if handler is _attention:
-            note_product()  # as it counts where nothing is drawn
+        if handler is _attention:  # as it counts where nothing is drawn
+            values = _of_attention(args, named)
+            note_product(drawn, [values["query"], values["key"], values["value"]])
         return drawn
 
     def _follow_checkpoint(self) -> None:
@@ -156,7 +157,7 @@ def _bernoulli(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    values = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | named
+    values = _of_attention(args, named)
     query, key, value = values["query"], values["key"], values["value"]
     p, mask, scale = values.get("dropout_p", 0.0), values.get("attn_mask"), values.get("scale")
     size = mode.whole((*query.shape[:-1], key.shape[-2])) if p > 0.0 else None
@@ -173,6 +174,11 @@ def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     noise = torch.dropout(query.new_ones(size), p, True)
     return (_safe_softmax(scores) * mode.part(noise).clone()) @ value
+
+
+def _of_attention(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return dict(zip(names, args, strict=False)) | named
 
 
 def _safe_softmax(scores: Tensor) -> Tensor:

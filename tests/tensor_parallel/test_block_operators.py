@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ from tests.tensor_parallel.stacks import loss_of, made
 WIDTH, SAMPLES = 8, 3
 
 
+OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of others": lambda x: x.mean(-1, keepdim=True),
+    "norm of others": lambda x: x.norm(dim=-1, keepdim=True),
+    "cumsum of others": lambda x: x.cumsum(-1)[..., -1:],
+    "topk of others": lambda x: x.topk(2, -1).values.sum(-1, keepdim=True),
+}
+"""Of the whole input at first, later of the neurons, of which a rank has a part: the same operators in one order."""
+
+
 class Block(nn.Module):
     """A feed-forward network, and what a batch, or somebody who sets `on`, can switch on in it."""
 
@@ -27,6 +37,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.on = kind, False
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH) if kind == "either" else None
         self.register_buffer("seen", torch.zeros(4 * WIDTH) if kind == "buffer" else torch.zeros(()))
 
     def forward(self, x: Tensor, switched_on: Tensor) -> Tensor:
@@ -40,9 +51,14 @@ class Block(nn.Module):
             h = (h + 1).sqrt()
         if on and self.kind == "buffer":
             h = h - self.seen
+        if self.gate is not None:  # both have the same neurons
+            a, b = h.exp(), self.gate(x).relu().exp()
+            h = (b if on else a).sqrt()
         y = self.down(h)
         if on and self.kind == "tokens":
             y = y - y.mean(1, keepdim=True)
+        if self.kind in OF_OTHERS:
+            y = y + OF_OTHERS[self.kind](h if on else x)
         return x + y
 
 
@@ -76,6 +92,8 @@ def train(kind: str, *, by_attribute: bool = False, **layout: bool | str) -> str
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
+WHOLE: dict[str, Any] = {"sequence_parallel": False}
+
 CASES: dict[str, tuple[Callable[[], str], str]] = {
     "mean": (lambda: train("mean"), "aten::mean, aten::sub"),
     "mean, by an attribute": (lambda: train("mean", by_attribute=True), "aten::mean, aten::sub"),
@@ -86,6 +104,20 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "the same function of other dimensions": (lambda: train("dim"), "aten::softmax"),
     "over tokens": (lambda: train("tokens", sequence_parallel=False), ""),
     "over tokens that ranks share": (lambda: train("tokens", sequence_parallel=True), "aten::mean, aten::sub"),
+    "mean of others": (lambda: train("mean of others", **WHOLE), "layers.0 (Block) computes otherwise"),
+    "mean of others, by an attribute": (
+        lambda: train("mean of others", by_attribute=True, **WHOLE),
+        "mean of other tensors",
+    ),
+    "mean of others, halves": (
+        lambda: train("mean of others", tp_overlap="sub", **WHOLE),
+        "aten::mean of other tensors",
+    ),
+    "norm of others": (lambda: train("norm of others", **WHOLE), "norm of other tensors"),
+    "cumsum of others": (lambda: train("cumsum of others", **WHOLE), "aten::cumsum of other tensors"),
+    "topk of others": (lambda: train("topk of others", tp_overlap="none", **WHOLE), "aten::topk of other tensors"),
+    "either": (lambda: train("either"), ""),
+    "either, by an attribute": (lambda: train("either", by_attribute=True, tp_overlap="none"), ""),
     "buffer": (lambda: train("buffer"), "Of its tensors 'seen' a rank has all 32 entries"),
 }
 
@@ -100,7 +132,9 @@ def of_cases(names: list[str]) -> list[str]:
     [
         ["mean, by an attribute", "root", "over tokens that ranks share", "buffer"],
         ["mean", "mean, halves", "root, by an attribute", "root, halves"],
+        ["mean of others", "mean of others, by an attribute", "mean of others, halves", "norm of others"],
         ["the same function of other dimensions", "over tokens"],
+        ["cumsum of others", "topk of others", "either", "either, by an attribute"],
     ],
     ids="; ".join,
 )
@@ -112,24 +146,29 @@ def test_takes_another_way_later(ranks: RankPool, names: list[str]) -> None:
 
 
 def noted(code: Callable[[], object], known: NumberSet | None = None) -> Operators:
-    """Returns the sequences of operators that `code` runs."""
+    """Returns what `code` runs of torch."""
     found: Operators = {}
-    with OperatorWatch(known or NumberSet(), found.update).around():
+    with OperatorWatch(nn.Module(), known or NumberSet(), found.update).around():
         code()
     return found
+
+
+def names_of(found: Iterable[str]) -> list[str]:
+    """Returns the names of operators, each once: an operator is noted in a sequence, and for itself."""
+    return list(dict.fromkeys(found))
 
 
 def test_sequences_are_those_of_the_code() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     once = noted(lambda: x.relu().sqrt().exp())
-    assert list(once.values()) == ["aten::relu", "aten::sqrt", "aten::exp"]
+    assert names_of(once.values()) == ["aten::relu", "aten::sqrt", "aten::exp"]
     assert once == noted(lambda: x.relu().sqrt().exp())
     assert once.keys() != noted(lambda: x.sqrt().relu().exp()).keys()
     assert noted(lambda: x.sum(0)).keys() != noted(lambda: x.sum(1)).keys()
     known = NumberSet()
     for sequence in once:
         known.add(sequence)
-    assert list(noted(lambda: x.relu().sqrt().exp().neg(), known).values()) == ["aten::neg"]
+    assert names_of(noted(lambda: x.relu().sqrt().exp().neg(), known).values()) == ["aten::neg"]
 
     def loops(times: int) -> Tensor:
         y = x
@@ -152,14 +191,20 @@ def test_what_counts_and_what_does_not() -> None:
     assert noted(with_own) == noted(lambda: x.relu().sqrt())
     weight = torch.randn(4, 4)
     assert noted(lambda: x @ weight).keys() == noted(lambda: nn.functional.linear(x, weight)).keys()
-    assert noted(lambda: x @ weight).keys() == noted(note_product).keys()
+
+    def in_another_way() -> None:
+        with of_fold3d():
+            y = (x.double() @ weight.double()).float()
+        note_product(y, [x, weight])
+
+    assert noted(lambda: x @ weight).keys() == noted(in_another_way).keys()
     assert not noted(lambda: nn.functional.dropout(x, 0.5))
     run = OperatorRun(NumberSet())
     assert swap_operator_run(run) is None
     x.relu()
     assert swap_operator_run(None) is run
     x.exp()
-    assert [name for _, name in run.unknown] == ["aten::relu"]
+    assert names_of(name for _, name in run.unknown) == ["aten::relu"]
 
 
 def test_what_raises_is_over() -> None:
@@ -170,4 +215,4 @@ def test_what_raises_is_over() -> None:
         torch.add(x, torch.randn(3))
     x.relu()
     swap_operator_run(None)
-    assert [name for _, name in run.unknown] == ["aten::add", "aten::relu"]
+    assert names_of(name for _, name in run.unknown) == ["aten::add", "aten::relu"]
