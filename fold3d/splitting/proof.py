@@ -145,7 +145,7 @@ def _sum(found: Iterable[Tensor | None]) -> Tensor | None:
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
 _LARGER = 32.0
-"""By which weights are larger in a second proof, in the middle: of some channels by nothing, of others by its square."""
+"""By which weights are larger in a second proof, in the middle: of some channels by 1, of others by its square."""
 _ROUGH = 1e-6
 """The tolerance there: large numbers that cancel leave larger errors, and a part that decides otherwise than the whole
 is far away."""

@@ -57,7 +57,8 @@ class ShapeOnly:
             found = self._known.get(signature, [])
         except TypeError:  # an argument that cannot be hashed
             signature, found = None, []
-        named = _named(args, kwargs)
+        decides = any(decisions.read or decisions.counted for decisions, _ in found)
+        named = _numbers(args, kwargs) if decides else {}
         known = next((shapes for decisions, shapes in found if decisions.hold_for(named, shapes=True)), None)
         if known is None:
             decisions, known = self._infer(device, args, kwargs)
@@ -96,7 +97,7 @@ class ShapeOnly:
         with apart_from_caches(module), mode, torch.no_grad():
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
             if values:
-                mode.known.give(_named(fake_args, fake_kwargs), _named(args, kwargs))
+                mode.known.give(_named(fake_args, fake_kwargs), _numbers(args, kwargs))
             try:
                 with WithoutMemory():
                     result = module(*fake_args, **fake_kwargs)
@@ -127,3 +128,13 @@ def _filled(shape: torch.Size, dtype: torch.dtype, device: torch.device, fill: f
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"args": args, "kwargs": kwargs}
+
+
+def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name, with 0 for NaN, which stands for others' results: the module may refuse it."""
+
+    def number(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return torch.nan_to_num(leaf.detach()) if floats else leaf
+
+    return _named(*tree_map(number, (args, kwargs)))
