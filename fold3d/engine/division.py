@@ -18,9 +18,9 @@ from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.replay import ModelValues
-from fold3d.stage.sub_pipeline import SubMicroBatch, sub_micro_batches, tolerance
+from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance
 from fold3d.stage.sub_pipeline import weights as weights_of
-from fold3d.trace.arguments import Form, form_of
+from fold3d.trace.arguments import form_of
 from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class Division:
     The gradients and the loss are those of the undivided micro-batches, masks of dropout included (`PartDraws`), where
     the loss adds up over samples: by construction, as transformers' own loss functions do that divide by the labels of
     the global batch, or because the user has said how (`loss_reduction`). What was said is checked: in the first step,
-    and whenever a micro-batch of another form comes, two parts also run together, without a backward, and the losses
-    are compared. Other losses are refused: a mean over positions that are masked or weighed otherwise, a term that
-    compares samples, cannot be told from one that adds up by its values.
+    whenever a micro-batch of another form, or a larger one, comes, and now and then (`Comparisons`), two parts also run
+    together, without a backward, and the losses are compared. Other losses are refused: a mean over positions that are
+    masked or weighed otherwise, a term that compares samples, cannot be told from one that adds up by its values.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Division:
         """
         self._size, self._pipeline, self._schedule, self._model = size, pipeline, schedule, model
         self._reduction, self._in_16_bits = reduction, in_16_bits
-        self._compared: set[Form] = set()
+        self._comparisons = Comparisons()
         self._foresees = foresees
         self.may_divide = False
         """Whether another size may be set; of one that foresees that, after the first step."""
@@ -128,11 +128,9 @@ class Division:
                 made.append(whole)
                 continue
             kind = self._kind(function)
-            form = form_of(whole.inputs)
-            if form not in self._compared:
+            if self._comparisons.is_due(form_of(whole.inputs), whole.inputs):
                 flush()
                 self._compare(kind, whole, function, *self._pair(kind, parts))
-                self._compared.add(form)
             made += [
                 self._part(whole, function, part, weight)
                 for part, weight in zip(parts, self._weights(parts, kind), strict=True)
@@ -161,7 +159,7 @@ class Division:
         except ConfigError as error:
             logger.info("micro-batches keep their size: %s", error)
             return False
-        self._compared.add(form_of(whole.inputs))
+        self._comparisons.is_due(form_of(whole.inputs), whole.inputs)  # it has been compared
         return True
 
     def _kind(self, function: LossFunction) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,11 @@ class Factors:
     channels one of the other; their gradients are compared in the place of the weight's. All experts have the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
+        """Args:
+        scale: by which weights are larger.
+        """
+        self._scale = scale
         self._pairs: dict[tuple[int, str], _Pair] = {}
         self._sizes: dict[str, Site] = {}
 
@@ -119,6 +124,7 @@ class Factors:
         if owner < 0:
             draw = torch.Generator().manual_seed(sum(map(ord, name)))
             outputs = torch.randn(site.outputs, RANK, dtype=torch.float64, generator=draw) / RANK**0.5
+            outputs = outputs * _uneven(site.outputs, self._scale, draw)[:, None]
             inputs = torch.randn(site.inputs, RANK, dtype=torch.float64, generator=draw) / site.inputs**0.5
             return _Pair(outputs.requires_grad_(), inputs.requires_grad_(), site)
         whole, shard = self._pairs[-1, name], shards.get(name)
@@ -139,6 +145,21 @@ def _sum(found: Iterable[Tensor | None]) -> Tensor | None:
 
 TOLERANCE = 1e-10
 """Of differences, relative to the largest element, in double precision."""
+_LARGER = 32.0
+"""By which weights are larger in a second proof, in the middle: of some channels by 1, of others by its square."""
+_ROUGH = 1e-6
+"""The tolerance there: large numbers that cancel leave larger errors, and a part that decides otherwise than the whole
+is far away."""
+_DECIDING = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("gt", "lt", "ge", "le", "eq", "ne", "isinf", "isnan", "isfinite", "sign", "sgn", "heaviside", "nan_to_num"),
+        *("renorm", "round", "floor", "ceil", "bucketize", "searchsorted", "nonzero", "argmax", "argmin", "argsort"),
+        *("sort", "topk", "kthvalue", "median", "quantile"),
+    )
+)
+"""Operators that decide by values. By NaN nobody sees what their results depend on; and a limit that small numbers
+do not reach is one that they do not show, such as a norm's, or that some channels are small beside others."""
 
 
 def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False, used: Used | None = None) -> str:
@@ -146,6 +167,7 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
 
     All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
     (`Factors`); results, and the gradients of every parameter and every argument, are compared with the whole block's.
+    A block that decides by values is compared once more, with larger and uneven weights.
 
     Args:
         training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
@@ -155,7 +177,7 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
     wrong = proof.run()
     if used is not None:
         used.add(proof.used)
-    return wrong
+    return wrong or (_Proof(call, split, tp, training, scale=_LARGER).run() if proof.decides else "")
 
 
 @dataclass(slots=True)
@@ -203,20 +225,45 @@ def prove_sequence(
     wrong = proof.run()
     if used is not None:
         used.add(proof.used)
+    if proof.decides and not wrong:
+        wrong = _Proof(call, split, tp, training, sequence, scale=_LARGER).run()
     return wrong, proof.summed
 
 
 class _Proof:
     def __init__(
-        self, call: CapturedCall, split: BlockSplit, tp: int, training: bool, sequence: SequenceSplit | None = None
+        self,
+        call: CapturedCall,
+        split: BlockSplit,
+        tp: int,
+        training: bool,
+        sequence: SequenceSplit | None = None,
+        scale: float = 1.0,
     ) -> None:
         self._call, self._split, self._tp, self._sequence = call, split, tp, sequence
-        self._runs = BlockRuns(call, split, tp, training=training, with_grad=True)
+        self._runs = BlockRuns(call, split, tp, training=training, with_grad=True, scale=scale)
+        self._is_first = scale == 1.0
+        self._differ = functools.partial(differ, tolerance=TOLERANCE if self._is_first else _ROUGH)
         self.summed: set[str] = set()
         self.used = Used()
         self._others = False
 
+    @property
+    def decides(self) -> bool:
+        """Whether the ranks have run operators that decide by values."""
+        return not _DECIDING.isdisjoint(self.used.operators.values())
+
     def run(self) -> str:
+        """Returns where ranks differ. A proof with larger weights does not count where the block computes no numbers
+        with them."""
+        if self._is_first:
+            return self._run()
+        try:
+            return self._run()
+        except Exception:  # of the whole block's
+            return ""
+
+    def _run(self) -> str:
         runs = self._runs
         output = runs.whole(watch=self._watched)
         if self._others:  # nobody sums their gradients
@@ -229,6 +276,8 @@ class _Proof:
         }
         with runs.modes():
             _loss(output, weights).backward()  # type: ignore[no-untyped-call]
+        if not (self._is_first or self._is_finite(output)):
+            return ""
         try:
             outputs = runs.ranks(self._split, sequence=self._sequence, operators=self.used.operators)
             with runs.modes():
@@ -236,6 +285,12 @@ class _Proof:
         except Exception as error:
             return f"{self._tp} ranks raise {type(error).__name__}: {error}"
         return next(self._wrong(output, outputs, weights), "")
+
+    def _is_finite(self, output: Any) -> bool:
+        """Whether what the whole block has computed are numbers."""
+        found = [leaf for _, leaf in paths_of(output)]
+        found += [one.grad for one in (*self._runs.block.parameters(), *self._runs.inputs.tensors.values())]
+        return all(one is None or bool(one.isfinite().all()) for one in found)
 
     @contextlib.contextmanager
     def _watched(self, block: nn.Module) -> Iterator[None]:
@@ -251,10 +306,10 @@ class _Proof:
         for rank in range(self._tp):
             returned = dict(paths_of(outputs[rank]))
             for path in weights:
-                if path not in returned or differ(returned[path], expected[path]):
+                if path not in returned or self._differ(returned[path], expected[path]):
                     yield f"rank {rank} returns something else"
             for path, leaf in self._runs.inputs.tensors.items():
-                if differ(self._runs.of_ranks[rank].tensors[path].grad, leaf.grad):
+                if self._differ(self._runs.of_ranks[rank].tensors[path].grad, leaf.grad):
                     yield f"rank {rank} has another gradient of argument {'.'.join(map(str, path))}"
         for name, parameter in whole.named_parameters():
             shard = self._split.shards.get(name)
@@ -266,15 +321,15 @@ class _Proof:
                 continue
             for rank in range(self._tp):
                 part = parameter.grad if shard is None or parameter.grad is None else shard.take(parameter.grad, rank)
-                if differ(_whole_gradient(gradients, shard, rank), part):
+                if self._differ(_whole_gradient(gradients, shard, rank), part):
                     yield f"rank {rank} has another gradient of {name}"
         for name, buffer in whole.named_buffers():
             for rank, block in enumerate(blocks):
                 found = dict(block.named_buffers()).get(name)
-                if found is None or differ(found.double(), buffer.double()):
+                if found is None or self._differ(found.double(), buffer.double()):
                     yield f"rank {rank} makes another {name}"
         for rank, name, gradient, part in self._runs.factors.differences(self._split.shards, self._tp):
-            if differ(gradient, part):
+            if self._differ(gradient, part):
                 yield f"rank {rank} has another gradient of {name}"
 
 
@@ -335,7 +390,7 @@ def _is_only_the_sum(gradients: list[Tensor | None], whole: Tensor | None) -> bo
     return not differ(torch.stack(held).sum(0), whole)
 
 
-def differ(found: Tensor | None, expected: Tensor | None) -> bool:
+def differ(found: Tensor | None, expected: Tensor | None, *, tolerance: float = TOLERANCE) -> bool:
     """Returns whether tensors differ by more than rounding in double precision."""
     if found is None or expected is None:
         none = found if expected is None else expected
@@ -343,14 +398,18 @@ def differ(found: Tensor | None, expected: Tensor | None) -> bool:
     if found.shape != expected.shape or bool(torch.isnan(found).any()):
         return True
     scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
-    return bool(((found - expected).abs() > TOLERANCE * scale).any())
+    return bool(((found - expected).abs() > tolerance * scale).any())
 
 
-def with_weights(block: nn.Module, large: list[str]) -> nn.Module:
-    """Returns a copy of a block on the meta device with random weights in double precision, but for large ones."""
+def with_weights(block: nn.Module, large: list[str], scale: float = 1.0) -> nn.Module:
+    """Returns a copy of a block on the meta device with random weights in double precision, but for large ones.
+
+    Args:
+        scale: by which matrices are larger.
+    """
     made = copy.deepcopy(block)
     for name, parameter in list(made.named_parameters()):
-        replace_parameter(made, name, _blank(parameter.shape) if name in large else _random(name, parameter))
+        replace_parameter(made, name, _blank(parameter.shape) if name in large else _random(name, parameter, scale))
     for module in made.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -358,10 +417,20 @@ def with_weights(block: nn.Module, large: list[str]) -> nn.Module:
     return made
 
 
-def _random(name: str, like: Tensor) -> nn.Parameter:
+def _random(name: str, like: Tensor, scale: float) -> nn.Parameter:
     draw = torch.Generator().manual_seed(sum(map(ord, name)))
     value = torch.randn(like.shape, dtype=torch.float64, generator=draw)
-    return nn.Parameter(value / like.shape[-1] ** 0.5 if like.dim() > 1 else 0.3 * value + 1)
+    if like.dim() < 2:
+        return nn.Parameter(0.3 * value + 1)
+    factors = _uneven(like.shape[0], scale, draw).view(-1, *[1] * (like.dim() - 1))
+    return nn.Parameter(value * factors / like.shape[-1] ** 0.5)
+
+
+def _uneven(count: int, scale: float, draw: torch.Generator) -> Tensor:
+    """Returns factors, whose logarithms are spread evenly from 0 to twice that of `scale`."""
+    if scale == 1.0:
+        return torch.ones(count, dtype=torch.float64)
+    return scale ** (2 * torch.rand(count, dtype=torch.float64, generator=draw))
 
 
 def _blank(shape: Iterable[int]) -> nn.Parameter:
@@ -405,17 +474,25 @@ class BlockRuns:
     """
 
     def __init__(
-        self, call: CapturedCall, split: BlockSplit, tp: int, *, training: bool, with_grad: bool = False
+        self,
+        call: CapturedCall,
+        split: BlockSplit,
+        tp: int,
+        *,
+        training: bool,
+        with_grad: bool = False,
+        scale: float = 1.0,
     ) -> None:
         """Args:
         with_grad: for a backward, so that nothing may be drawn; else there is none.
+        scale: by which matrices are larger.
         """
-        self._call, self._tp, self._training, self._with_grad = call, tp, training, with_grad
+        self._call, self._tp, self._training, self._with_grad, self._scale = call, tp, training, with_grad, scale
         self._fill(Factors.candidates(call.block, split.shards))
 
     def _fill(self, large: list[str]) -> None:
-        self.factors, self.large = Factors(), large
-        self.block = with_weights(self._call.block, large).train(self._training)
+        self.factors, self.large = Factors(self._scale), large
+        self.block = with_weights(self._call.block, large, self._scale).train(self._training)
         self._buffers = {name: buffer.clone() for name, buffer in self.block.named_buffers()}
 
     def modes(self) -> contextlib.ExitStack:

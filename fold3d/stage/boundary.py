@@ -85,6 +85,7 @@ class Borders:
         self._trace = trace
         self._alike_from: dict[int, int] = {}
         self._shows: dict[int, bool] = {}
+        self._earlier: dict[int, frozenset[int]] = {}
         self._around = frozenset(name for region in trace.around for name in region)
 
     def cargo(self, first: int, end: int, received: Sequence[Tensor], *, leaves: bool) -> Cargo:
@@ -120,16 +121,32 @@ class Borders:
         if self._shows_before(first):
             show(model, self._trace.hooked[block], cargo.arrived, tree_leaves(plain_parts(arguments)))
 
-    def alike(self, first: int, cargo: Cargo) -> tuple[int, Any]:
-        """Returns the first of the blocks before `first` for which the last of them can stand, and what that
-        returned."""
+    def alike(self, first: int, cargo: Cargo, *, fill: float) -> tuple[int, Any, Any]:
+        """Returns the first of the blocks before `first` for which the last of them can stand, what that returned, and
+        what those before it return: the same, but for tensors that nobody reads, which are `fill`."""
         trace = self._trace
         if first not in self._alike_from:
             self._alike_from[first] = trace.alike_from(first) if first else 0
         alike = self._alike_from[first]
         if alike == first or self._shows_before(first):
-            return first, None
-        return alike, cargo.whole(trace.blocks[first - 1], trace.calls[first - 1], trace.structures[first - 1])
+            return first, None, None
+        last, structure = (trace.blocks[first - 1], trace.calls[first - 1]), trace.structures[first - 1]
+        whole = cargo.whole(*last, structure)
+        if fill == 0.0 or alike == first - 1:  # hooks of the user's may want numbers
+            return alike, whole, whole
+        read, arrived = self._read_of_earlier(first), cargo.arrived[last]
+        tensors = [arrived[n] if n in read else _of_no_memory(arrived[n], fill) for n in range(structure.num_tensors)]
+        return alike, whole, structure.unflatten(tensors)
+
+    def _read_of_earlier(self, first: int) -> frozenset[int]:
+        """Returns which tensors that blocks return before the last one in front of `first` are read behind it."""
+        if first not in self._earlier:
+            read = {value for crossing in self._trace.crossing(first) for value in crossing.values}
+            blocks, count = range(self._alike_from[first], first - 1), self._trace.structures[first - 1].num_tensors
+            self._earlier[first] = frozenset(
+                number for number in range(count) if any(self._trace.result(block, number) in read for block in blocks)
+            )
+        return self._earlier[first]
 
     def _shows_before(self, first: int) -> bool:
         if first not in self._shows:
@@ -207,8 +224,16 @@ class Cargo:
             self._leaves[value] = tensor.clone() if value in self._written else tensor
 
     def leave(self) -> list[Tensor]:
-        """Returns the tensors that the chunk hands on. Raises: SplitError when one is missing."""
-        return [self._of(crossing) for crossing in self._leaving]
+        """Returns the tensors that the chunk hands on. Raises: SplitError when one is missing, or nested."""
+        leaving = [self._of(crossing) for crossing in self._leaving]
+        for crossing, tensor in zip(self._leaving, leaving, strict=True):
+            if tensor.is_nested:
+                raise SplitError(
+                    f"module '{crossing.values[0].module}' returned a nested tensor, which cannot go to another chunk: "
+                    "have the model pad (nn.TransformerEncoder(..., enable_nested_tensor=False)), or set pp=1 and "
+                    "segments=1"
+                )
+        return leaving
 
     def _of(self, crossing: Crossing) -> Tensor:
         for value in crossing.values:
@@ -227,6 +252,15 @@ def _otherwise(module: str) -> SplitError:
     )
 
 
+def _of_no_memory(like: Tensor, fill: float) -> Tensor:
+    if type(like) is not Tensor or not (like.is_floating_point() or like.is_complex()):
+        return like  # of a LazyWhole nobody asks the shape without need: its ranks would meet
+    made = torch.full((), fill, dtype=like.dtype, device=like.device)
+    if torch.is_grad_enabled():  # code may give it hooks
+        made.requires_grad_()
+    return made.expand(like.shape)
+
+
 class ChunkExit(BaseException):
     """Ends the model's forward after the chunk's last block. No Exception, so that no `except Exception`
     swallows it."""
@@ -241,6 +275,7 @@ class ChunkRun(ForwardCursor):
 
     Args:
         borders: what crosses them in the form in which the model is called.
+        fill: what stands for floating-point results of modules that the chunk leaves out, and that nothing reads.
     Raises: SplitError when another number of tensors was received than crosses the border before the chunk.
     """
 
@@ -253,10 +288,11 @@ class ChunkRun(ForwardCursor):
         constants: Sequence[int],
         received: Sequence[Tensor],
         borders: Borders,
+        fill: float = 0.0,
     ) -> None:
         lo, hi = blocks
         self.generators = [] if seed is None else seeding.generators_of(device)
-        super().__init__(lo, seed, self.generators, constants)
+        super().__init__(max(lo - 1, 0), seed, self.generators, constants)  # the last of the blocks before is Python's
         self.mark = object()  # tells it from other runs without keeping it
         self.lo = lo
         self.hi = hi
@@ -265,7 +301,8 @@ class ChunkRun(ForwardCursor):
         self.received = received
         self.borders = borders
         self.cargo = borders.cargo(lo, hi, received, leaves=not last)
-        self.alike_from, self.alike = borders.alike(lo, self.cargo)
+        self.fill = fill
+        self.alike_from, self.alike, self.earlier = borders.alike(lo, self.cargo, fill=fill)
         self.skip_from(self.alike_from)
         self.leaving: list[Tensor] | None = None
         self.block: BlockRun | None = None

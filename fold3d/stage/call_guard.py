@@ -2,33 +2,116 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fold3d.errors import WAYS_OUT, SplitError, TraceError
 from fold3d.placement.layers import chunk_parameters
 from fold3d.stage.loss_run import ModelCall
 from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
 from fold3d.trace.capture import trace_call
+from fold3d.trace.known_values import Sizes, sizes_of, tensors_of
 from fold3d.trace.model_trace import Trace
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NO_SETTINGS = (Tensor, nn.Module, FunctionType, ModuleType, type)
+_MOST = 8
+"""Values of one attribute for which calls are recorded anew."""
+_MOST_EXPLAINED = 32
+"""Calls without a number for a loss that are looked at: a mean over no labels is one, too."""
+
+
+Values = tuple[tuple[bool, ...], tuple[tuple[int, str, Any], ...]]
+"""Which modules train; the values of attributes, each with whose it is, and its name."""
+
+
+class Settings:
+    """By what a model's code around its blocks may decide besides its arguments: which modules train, and attributes
+    that are numbers, texts or None, of modules and of objects that they hold, such as `config`.
+
+    What forwards change themselves, a counter say, is left out, and what has too many values.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        names = set(blocks)
+        inside = tuple(f"{name}." for name in names)
+        around = [one for name, one in model.named_modules() if name not in names and not name.startswith(inside)]
+        self._modules = around
+        held: dict[int, dict[str, Any]] = {}
+        for module in around:
+            if type(module).__module__.startswith("torch."):
+                continue
+            objects = (one for one in vars(module).values() if not isinstance(one, _NO_SETTINGS))
+            for one in (module, *objects):
+                values = getattr(one, "__dict__", None)
+                if type(values) is dict:
+                    held.setdefault(id(values), values)
+        self._held = list(held.values())
+        self._ignored: set[tuple[int, str]] = set()
+        self._changes: Counter[tuple[int, str]] = Counter()
+
+    def now(self, *, trains: bool = False) -> Values:
+        """Returns them.
+
+        Args:
+            trains: as if all modules did.
+        """
+        values = tuple(
+            (number, name, value)
+            for number, held in enumerate(self._held)
+            for name, value in held.items()
+            if type(value) in _PLAIN and name not in _OF_EVERY_MODULE and (number, name) not in self._ignored
+        )
+        return tuple(trains or module.training for module in self._modules), values
+
+    def ignore(self, before: Values, now: Values) -> bool:
+        """A forward has changed some; returns whether it has changed any, which are left out from now on."""
+        changed = _different(before, now)
+        self._ignored |= changed
+        return bool(changed)
+
+    def count(self, before: Values, now: Values) -> bool:
+        """The user has changed some; returns whether any has had too many values, which is left out from now on."""
+        self._changes.update(_different(before, now))
+        often = {one for one, count in self._changes.items() if count >= _MOST} - self._ignored
+        self._ignored |= often
+        return bool(often)
+
+    def left(self, values: Values) -> Values:
+        """Returns those of `values` that are not left out."""
+        return values[0], tuple(one for one in values[1] if one[:2] not in self._ignored)
+
+
+def _different(one: Values, other: Values) -> set[tuple[int, str]]:
+    return set() if one[1] == other[1] else {(number, name) for number, name, _ in set(one[1]) ^ set(other[1])}
 
 
 class CallGuard:
     """Looks at every call of a model that runs chunk by chunk: in which form it comes.
 
     A form (see `form_of`) that was not recorded is recorded when it comes, in training and in evaluation: arguments may
-    ask for outputs, or run code, for which a later chunk needs what an earlier one computed. So is a micro-batch by
-    whose values the model decides otherwise than it did for those recorded (see `Decisions`).
+    ask for outputs, or run code, for which a later chunk needs what an earlier one computed. So is a call of a model
+    with other `Settings`, and a micro-batch by whose values the model decides otherwise than it did for those recorded
+    (see `Decisions`). By what else it may decide, sizes and what it counts, shows where it reads what chunks have left
+    out: that is NaN (`explain`).
     """
 
     def __init__(self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]]) -> None:
         self._model = weakref.ref(model)
         self._trace, self._ranges = trace, list(ranges)
-        self._known: dict[Form, list[Trace]] = {trace.form: [trace]}
+        self._settings = Settings(model, trace.blocks)
+        self._now = self._settings.now(trains=True)
+        self._known: dict[tuple[Form, Values], list[Trace]] = {(trace.form, self._now): [trace]}
+        self._explained: set[tuple[Form, Sizes]] = set()
 
     def enter(self, call: ModelCall, *, only_loss: bool) -> tuple[Trace, ModelCall]:
         """Returns the recording of the form in which the model is called, and the call as it goes on.
@@ -40,11 +123,15 @@ class CallGuard:
         model = self._model()
         assert model is not None
         arguments = by_name(model, *call).reading(only_loss)
-        known = self._known.setdefault(form_of(arguments), [])
+        form, self._now = form_of(arguments), self._settings.now()
+        known = self._known.setdefault((form, self._now), [])
         found = next((one for one in known if one.decisions.hold_for(arguments)), None)
         if found is None:
-            found = self._prove(model, arguments)
+            found = self._prove(model, arguments, form)
             known.append(found)
+            before = next((one for of, one in self._known if of == form and one[1] != self._now[1]), self._now)
+            if self._settings.count(before, self._now):
+                self._forget()
         elif found is not known[0]:  # the next micro-batch is likely to be like this one
             known.remove(found)
             known.insert(0, found)
@@ -54,15 +141,65 @@ class CallGuard:
         drops = only_loss and keeps and "use_cache" not in arguments
         return found, call._replace(kwargs={**call.kwargs, "use_cache": False}) if drops else call
 
-    def _prove(self, model: nn.Module, arguments: Arguments) -> Trace:
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around the forward that `enter` has let in: attributes that it changes are its own matter."""
+        before = self._now
+        try:
+            yield
+        finally:
+            if self._settings.ignore(before, self._settings.now()):
+                self._forget()
+
+    def _forget(self) -> None:
+        """Some settings are left out from now on."""
+        known, self._known = self._known, {}
+        for (form, values), traces in known.items():
+            self._known.setdefault((form, self._settings.left(values)), []).extend(traces)
+
+    def explain(self, call: ModelCall | None, *, only_loss: bool, head: bool) -> None:
+        """The loss of a call is NaN. Raises: SplitError where that is because the model has read what its chunks leave
+        out, and has not read in the call that was recorded.
+
+        Args:
+            head: whether what lies behind the last block has run apart from the blocks.
+        """
+        model = self._model()
+        cuts = [*(lo for lo, _ in self._ranges[1:]), *([len(self._trace.blocks)] if head else [])]
+        if model is None or call is None or not cuts:
+            return
+        arguments = by_name(model, *call).reading(only_loss)
+        form = form_of(arguments)
+        key = form, sizes_of(tensors_of(arguments))
+        if key in self._explained or len(self._explained) == _MOST_EXPLAINED:
+            return
+        self._explained.add(key)
+        used, _ = self.enter(call, only_loss=only_loss)
+        found = self._prove(model, arguments, form)
+        for cut in cuts:
+            known = {value for one in used.crossing(cut) for value in one.values}
+            more = [value for one in found.crossing(cut) for value in one.values if value not in known]
+            if more:
+                raise SplitError(
+                    f"the loss of {describe(arguments)} is not a number: with these sizes, or by what it counts, the "
+                    f"model takes another way than in the call that was recorded. It reads what '{more[0].module}' "
+                    f"returned behind block '{self._trace.blocks[cut - 1]}', where the model is cut. {WAYS_OUT}"
+                    + ("; with tp_overlap='sub' behind the last block, too" if cut == len(self._trace.blocks) else "")
+                )
+
+    def _prove(self, model: nn.Module, arguments: Arguments, form: Form) -> Trace:
         """Records the call and returns the recording.
 
         Raises: SplitError when the chunks would not give what the model would.
         """
         try:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
-                found = trace_call(model, list(self._trace.modules), arguments).under(self._trace.tp)
+                found = trace_call(model, list(self._trace.modules), arguments, as_it_is=True).under(self._trace.tp)
         except TraceError as error:
+            known = [one for of, traces in self._known.items() if of[0] == form for one in traces]
+            alike = next((one for one in known if one.decisions.hold_for(arguments)), None)
+            if alike is not None and not all(self._now[0]):  # kernels of evaluation that cannot be recorded
+                return alike
             raise SplitError(f"{describe(arguments)} differs from the call that was recorded: {error}") from error
         reason = self._difference(model, found)
         if reason:

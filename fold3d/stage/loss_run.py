@@ -81,6 +81,10 @@ USES_A_PART = (
 )
 
 
+_LOOK = "a look"
+"""In the place of a run of the model's forward."""
+
+
 class ModelCall(NamedTuple):
     """A call of the model, or of a module that holds its blocks."""
 
@@ -201,6 +205,10 @@ class LossRun:
             self._run(made.switch)
         set_since = () if made.dead else made.gr_context.items()
         self._variables = {one: value for one, value in set_since if before.get(one, before) is not value}
+
+    def attributes(self) -> contextlib.AbstractContextManager[None]:
+        """Around a look at the attributes of the model's modules, as the model's forward finds them."""
+        return self._kept.in_the_model(_LOOK)
 
     @contextlib.contextmanager
     def inside(self, run: object = None) -> Iterator[ModelCall]:

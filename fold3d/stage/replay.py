@@ -19,7 +19,7 @@ from fold3d.stage.users_state import may_write_unseen
 
 ABSENT = object()
 """In the place of an attribute that is not there."""
-_OTHER = object()
+OTHER = object()
 """In the place of a value that is not looked at."""
 _SIMPLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COLLECTIONS = frozenset((list, tuple, set, frozenset, deque))
@@ -76,7 +76,7 @@ class PlainAttributes:
             held = vars(self._modules[number])
             for name in known.keys() | (held.keys() - _OF_EVERY_MODULE):
                 one, other = known.get(name, ABSENT), held.get(name, ABSENT)
-                if one is other or one is _OTHER or same(one, other) or (now := plain(other)) is _OTHER:
+                if one is other or one is OTHER or same(one, other) or (now := plain(other)) is OTHER:
                     continue
                 if one is ABSENT or one is None or one is False:
                     has_hook = self._has_new_hook() if has_hook is None else has_hook
@@ -110,15 +110,15 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value`, in containers of its own; _OTHER for what is not looked at."""
+    """Returns `value`, in containers of its own; OTHER for what is not looked at."""
     kind = type(value)
     if kind in _SIMPLE or value is ABSENT or (isinstance(value, Tensor) and not value.requires_grad):
         return value
     if kind is dict or kind in _COLLECTIONS:
         values = [plain(one) for one in (value.values() if kind is dict else value)]
-        if not any(one is _OTHER for one in values):
+        if not any(one is OTHER for one in values):
             return dict(zip(value, values, strict=True)) if kind is dict else kind(values)
-    return _OTHER
+    return OTHER
 
 
 def same(one: Any, other: Any) -> bool:

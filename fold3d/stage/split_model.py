@@ -1,7 +1,7 @@
 """SplitModel: runs one chunk of an unmodified model by the model's own forward.
 
 blocks before the chunk, and modules with
-parameters that run before it   -> return what the chunk received of their results, and zeros of the right shapes
+parameters that run before it   -> return what the chunk received of their results, and NaN in the right shapes
                                    for what nothing reads any more
 the chunk's last block          -> what crosses the border behind it leaves, and an exception ends the forward
 
@@ -17,6 +17,7 @@ next chunk, on what it received.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class SplitModel:
         self._state = ModelState(model)
         self._foreign = ForeignTensors(self._coat, model, trace, computes_loss=computes_loss)
         self._last_run: ChunkRun | None = None
-        self._is_busy = False
+        self._is_busy = self._ran_apart = False
         self._install_all()
 
     def run(
@@ -148,11 +149,18 @@ class SplitModel:
 
         Returns: the tensors that leave and None; for the last chunk an empty list and what the model returned.
         """
+        self._ran_apart = False
         return self._forward(self._ranges[chunk], self.is_last(chunk), loss, inputs, key)
 
     def is_last(self, chunk: int) -> bool:
         """Returns whether a chunk has the head, what lies behind the last block."""
         return chunk == len(self._ranges) - 1
+
+    def way(self, loss: LossRun) -> int:
+        """Returns a number that calls have in common for which the model takes one way, as far as it was recorded."""
+        assert loss.call is not None
+        with loss.attributes():
+            return id(self._guard.enter(loss.call, only_loss=loss.only_loss)[0])
 
     def why_not_in_parts(self, chunk: int, loss: LossRun) -> str:
         """Returns why the blocks cannot run on parts of the micro-batch; "" where they may."""
@@ -163,7 +171,8 @@ class SplitModel:
             return f"the loss function may read the attribute {self._trace.kept[0]}, which would be of a part"
         if not self.is_last(chunk):
             return ""
-        return self._guard.enter(loss.call, only_loss=loss.only_loss)[0].head_border
+        with loss.attributes():
+            return self._guard.enter(loss.call, only_loss=loss.only_loss)[0].head_border
 
     def body(
         self,
@@ -198,6 +207,7 @@ class SplitModel:
         last = len(self._trace.blocks)
         with behind_blocks():
             found = self._forward((last, last), True, loss, inputs, key)
+        self._ran_apart = True
         self._ends = list(inputs) if torch.is_grad_enabled() else []
         return found
 
@@ -213,13 +223,14 @@ class SplitModel:
         assert loss.call is not None
         device, output = inputs[0].device if inputs else self._device, None
         with self._busy(), at_home(device):
-            found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
-            with loss.inside((blocks, last)):
+            with loss.attributes():
+                found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
+            with loss.inside((blocks, last)), self._guard.watched():
                 run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
                 try:
                     self._foreign.begin(run, is_users=loss.is_users)
                     self._run = run
-                    self._slot.begin(run, run.alike)
+                    self._slot.begin(run, run.earlier)
                     output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
                 except ChunkExit as leave:
                     if leave.owner is not self:
@@ -255,7 +266,10 @@ class SplitModel:
         given = () if loss.call is None else loss.call.named().values()
         guarded = self._foreign.guarded(run, given, is_users=loss.is_users)
         with self._busy(), self._around(), guarded:
-            return loss.end(output, apart=True)
+            result = loss.end(output, apart=True)
+        if any(map(_is_no_number, tree_leaves(result))):
+            self._guard.explain(loss.call, only_loss=loss.only_loss, head=self._ran_apart)
+        return result
 
     def remove(self) -> None:
         """Takes forwards and hooks off the model again."""
@@ -295,7 +309,7 @@ class SplitModel:
         if self._run is None:
             self._slot.end()
         else:
-            self._slot.begin(self._run, self._run.alike)
+            self._slot.begin(self._run, self._run.earlier)
 
     # -- one run --
 
@@ -309,7 +323,9 @@ class SplitModel:
         borders: Borders,
     ) -> ChunkRun:
         seed = None if key is None else seeding.start(key)
-        run = ChunkRun(blocks, last, device, seed, self._constants, inputs, borders)
+        # What the recording has not seen anybody read shows, if somebody does; hooks of the user's see it anyway.
+        fill = 0.0 if self._foreign.hooked() else math.nan
+        run = ChunkRun(blocks, last, device, seed, self._constants, inputs, borders, fill)
         if key is not None:
             self._generators = run.generators
         return run
@@ -389,6 +405,8 @@ class SplitModel:
             call = calls[index]
             if run.with_grad and not torch.is_grad_enabled():
                 self._refuse_functions(name)
+            if index + 1 == run.hi and run.with_grad and not run.last:
+                _refuse_backward_hooks(name, module)
             run.begin_module(enter)
             try:
                 borders, cargo = run.borders, run.cargo
@@ -399,10 +417,11 @@ class SplitModel:
                     cargo.note(name, call, output, structure)
                 else:
                     # C++ skips no block while hooks keep what is saved, as where activations leave.
-                    output = run.alike if index >= run.alike_from else cargo.whole(name, call, structure)
+                    alike = run.alike if index + 1 == run.lo else run.earlier
+                    output = alike if index >= run.alike_from else cargo.whole(name, call, structure)
                     if output is None:  # of a part, as the block has it; code between blocks has the whole
                         args, kwargs = plain_parts((args, kwargs))
-                        stand_in = shape_only(run.device, args, kwargs, run.with_grad)
+                        stand_in = shape_only(run.device, args, kwargs, run.with_grad, run.fill)
                         output = cargo.put_into(name, call, stand_in)
                     output = self._replace(run, name, output)
                     borders.show(run.lo, index, self._model, cargo, (args, kwargs))
@@ -439,7 +458,7 @@ class SplitModel:
             call = run.call_of(name) if begins and shape_only is not None else -1
             try:
                 if run.position < run.lo and shape_only is not None:
-                    output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs))
+                    output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs, fill=run.fill))
                     output = self._replace(run, name, output)
                 else:
                     output = original(*args, **kwargs)
@@ -538,6 +557,21 @@ class SplitModel:
     def _refuse_functions(self, name: str) -> None:
         if function := function_around():
             raise SplitError(f"block '{name}' runs inside {function}")
+
+
+def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
+    """Of a block that ends a chunk: its call ends with an exception, behind which torch would put them."""
+    if module._backward_hooks:
+        raise SplitError(
+            f"block '{name}' has a backward hook, which would not be called: the model is cut behind the block, and "
+            "what reads its result is in another chunk. Put the hook on a module inside of the block, or on its result "
+            "(a forward hook that calls output.register_hook), or set pp=1 and segments=1"
+        )
+
+
+def _is_no_number(leaf: Any) -> bool:
+    """Whether it is one number, a loss, and NaN; not looked for on a device, for which the host would wait."""
+    return type(leaf) is Tensor and leaf.numel() == 1 and leaf.device.type == "cpu" and bool(leaf.isnan())
 
 
 def _is_of_missing(error: Exception) -> bool:

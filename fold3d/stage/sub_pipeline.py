@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
@@ -27,6 +29,8 @@ from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _OF_16_BITS = 1e-3
+_RARE = 16
+"""From which micro-batch on of one form those are compared again whose number is a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,26 @@ class _Parts:
     form: Form
     """Of calls that are divided alike."""
     parts: list[SubMicroBatch]
+    whole: Mapping[str, Any]
+    """By argument name."""
+
+
+class Comparisons:
+    """When what was found of parts of a micro-batch is looked at again: it may hang on sizes (room for so many tokens)
+    and on weights (what is rare at first), and neither is the same for long."""
+
+    def __init__(self) -> None:
+        self._largest: dict[Form, int] = {}
+        self._counts: Counter[Form] = Counter()
+
+    def is_due(self, form: Form, arguments: Mapping[str, Any]) -> bool:
+        """Returns whether to compare with these arguments: the first of their form, any with more elements than all
+        before, and ever more rarely others. Call it once for each micro-batch."""
+        size = sum(leaf.numel() for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
+        self._counts[form] += 1
+        count, before = self._counts[form], self._largest.get(form, -1)
+        self._largest[form] = max(size, before)
+        return size > before or (count >= _RARE and not count & (count - 1))
 
 
 class SubPipeline:
@@ -113,9 +137,9 @@ class SubPipeline:
 
     The blocks run on parts of the micro-batch. Behind the last block the parts are joined, and what lies there, the
     head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
-    is checked with the first micro-batch of each form, and with each whose parts take different ways through the
-    blocks; these also run whole, without a backward: where a sample's values depend on others, micro-batches of this
-    chunk stay whole, which is said once. Masks of dropout are those of
+    is checked with the first micro-batch of each form, with larger ones and now and then (`Comparisons`), and with each
+    whose parts take different ways through the blocks; these also run whole, without a backward: where a sample's
+    values depend on others, micro-batches of this chunk stay whole, which is said once. Masks of dropout are those of
     the whole micro-batch (`PerSampleRandom`).
 
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
@@ -144,6 +168,7 @@ class SubPipeline:
         self._split: SplitModel | None = None
         self._joined: dict[Form, list[bool]] = {}
         """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
+        self._comparisons = Comparisons()
         self._draws = True
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
@@ -167,15 +192,19 @@ class SubPipeline:
         if reason := "" if again else split.why_not_in_parts(self._index, micro_batch.loss):
             self._keep_whole(reason)
             return None
+        found = replace(found, form=(*found.form, split.way(micro_batch.loss)))
         with split.alone():
-            joined = self._run(micro_batch, found, received)
+            joined = self._run(micro_batch, found, received, again=again)
             if joined is None or not split.is_last(self._index):
                 return None if joined is None else (joined, None)
             return split.head(micro_batch.loss, joined, micro_batch.key)
 
-    def _run(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> list[Tensor] | None:
+    def _run(
+        self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor], *, again: bool
+    ) -> list[Tensor] | None:
         """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
-        expected = None if found.form in self._joined else self._run_whole(micro_batch, received)
+        is_due = (not again and self._comparisons.is_due(found.form, found.whole)) or found.form not in self._joined
+        expected = self._run_whole(micro_batch, received) if is_due else None
         if self.reason:
             return None
         try:
@@ -198,7 +227,7 @@ class SubPipeline:
         arguments = by_name(self._model, *call)
         parts = sub_micro_batches(arguments, self._most)
         chances = tuple(module.p for module in self._dropouts)
-        return None if len(parts) < 2 else _Parts((*form_of(arguments), chances), parts)
+        return None if len(parts) < 2 else _Parts((*form_of(arguments), chances), parts, arguments)
 
     def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
         """Leaves no traces."""

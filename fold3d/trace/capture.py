@@ -78,14 +78,19 @@ def example_for(model: nn.Module) -> Mapping[str, Any]:
     return synthetic_example(model)
 
 
-def trace_call(model: nn.Module, blocks: list[str], example: Mapping[str, Any], *, skips: bool = False) -> Trace:
+def trace_call(
+    model: nn.Module, blocks: list[str], example: Mapping[str, Any], *, skips: bool = False, as_it_is: bool = False
+) -> Trace:
     """Returns what one forward of `model` on `example` says about `blocks`; see `trace`.
 
     Args:
         skips: some of the blocks need not run, in any forward that decides by its arguments alone.
+        as_it_is: each module trains, or evaluates, as it does in the model; else all train.
     """
     drawn = library_rng_state()
     with shadow_of(model) as shadow:
+        for copied, module in zip(shadow.model.modules(), model.modules() if as_it_is else (), strict=False):
+            copied.training = module.training
         recorder, kept = _record(shadow, blocks, example)
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]

@@ -1,4 +1,4 @@
-"""ShapeOnly: zeros of the shapes that a module would return, without its parameters."""
+"""ShapeOnly: tensors of the shapes that a module would return, without its parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ShapeOnly:
     """Stands for a module whose parameters live on another rank and whose values are not needed here.
 
     Runs the module's own forward on fake tensors of the actual argument shapes, on the actual device and
-    under the autocast that is on, and returns zeros like its result. Results are remembered by the shapes of
-    the arguments. The values of the zeros must not matter: `Trace.borders` proves that.
+    under the autocast that is on, and returns tensors like its result. Results are remembered by the shapes of
+    the arguments. The values must not matter: `Trace.borders` proves that of the recorded call.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -34,12 +34,18 @@ class ShapeOnly:
         self._known: dict[Any, list[tuple[Decisions, _Shapes]]] = {}
 
     def __call__(
-        self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool = False
+        self,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        with_grad: bool = False,
+        fill: float = 0.0,
     ) -> Any:
-        """Returns zeros on `device`, in the structure that the module would return for these arguments.
+        """Returns tensors on `device`, in the structure that the module would return for these arguments.
 
         Args:
             with_grad: those in floating point are results of a graph, as code may expect that gives them hooks.
+            fill: their values, of those in floating point; 0 of others.
         """
         leaves, spec = tree_flatten((args, kwargs))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -51,7 +57,8 @@ class ShapeOnly:
             found = self._known.get(signature, [])
         except TypeError:  # an argument that cannot be hashed
             signature, found = None, []
-        named = _named(args, kwargs)
+        decides = any(decisions.read or decisions.counted for decisions, _ in found)
+        named = _numbers(args, kwargs) if decides else {}
         known = next((shapes for decisions, shapes in found if decisions.hold_for(named, shapes=True)), None)
         if known is None:
             decisions, known = self._infer(device, args, kwargs)
@@ -60,15 +67,13 @@ class ShapeOnly:
                     self._known.clear()
                 self._known.setdefault(signature, []).insert(0, (decisions, known))
         shapes, structure = known
-        zeros = [
-            torch.zeros(leaf[0], dtype=leaf[1], device=device) if isinstance(leaf, tuple) else leaf for leaf in shapes
-        ]
+        made = [_filled(*leaf, device, fill) if isinstance(leaf, tuple) else leaf for leaf in shapes]
         if with_grad:  # a clone is no leaf: it may be written to
-            zeros = [
+            made = [
                 leaf.requires_grad_().clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-                for leaf in zeros
+                for leaf in made
             ]
-        return tree_unflatten(zeros, structure)
+        return tree_unflatten(made, structure)
 
     def _infer(self, device: torch.device, args: Any, kwargs: Any) -> tuple[Decisions, _Shapes]:
         # The copy has hooks as the module has, such as those by which transformers collects hidden states in a variable
@@ -92,7 +97,7 @@ class ShapeOnly:
         with apart_from_caches(module), mode, torch.no_grad():
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
             if values:
-                mode.known.give(_named(fake_args, fake_kwargs), _named(args, kwargs))
+                mode.known.give(_named(fake_args, fake_kwargs), _numbers(args, kwargs))
             try:
                 with WithoutMemory():
                     result = module(*fake_args, **fake_kwargs)
@@ -116,5 +121,20 @@ class ShapeOnly:
         return self._copies[device]
 
 
+def _filled(shape: torch.Size, dtype: torch.dtype, device: torch.device, fill: float) -> Tensor:
+    value = fill if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"args": args, "kwargs": kwargs}
+
+
+def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name, with 0 for NaN, which stands for others' results: the module may refuse it."""
+
+    def number(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return torch.nan_to_num(leaf.detach()) if floats else leaf
+
+    return _named(*tree_map(number, (args, kwargs)))

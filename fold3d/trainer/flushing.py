@@ -92,7 +92,7 @@ class FlushingHandler(CallbackHandler):
         before = self._weights() if event == "on_substep_end" else []
         control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
         if before != (self._weights() if before else []):
-            names = {type(c).__name__ for c in self.callbacks if _implements(c, event)}
+            names = {type(c).__name__ for c in self.callbacks if implements(c, event)}
             raise ConfigError(
                 f"{', '.join(sorted(names))}.on_substep_end has written or frozen weights, between two micro-batches "
                 "of a step, and here the event comes before all of them are computed: do it in on_step_begin, or "
@@ -103,7 +103,7 @@ class FlushingHandler(CallbackHandler):
 
     def _weights(self) -> list[tuple[int, bool]]:
         """Returns what shows that callbacks of the user's have changed weights within a step, if they may."""
-        if not any(_implements(callback, "on_substep_end") for callback in self.callbacks):
+        if not any(implements(callback, "on_substep_end") for callback in self.callbacks):
             return []
         return [(parameter._version, parameter.requires_grad) for parameter in self.engine.model.parameters()]
 
@@ -113,15 +113,15 @@ class FlushingHandler(CallbackHandler):
 
     @property
     def _acts_within(self) -> bool:
-        return any(_implements(c, event) for c in self.callbacks for event in ("on_step_begin", "on_substep_end"))
+        return any(implements(c, event) for c in self.callbacks for event in ("on_step_begin", "on_substep_end"))
 
 
 def may_read(callback: TrainerCallback, event: str, attribute: str) -> bool:
     """Whether a callback of the user's implements `event` and does not deny with `attribute` that it reads there."""
-    return bool(getattr(callback, attribute, True)) and _implements(callback, event)
+    return bool(getattr(callback, attribute, True)) and implements(callback, event)
 
 
-def _implements(callback: TrainerCallback, event: str) -> bool:
+def implements(callback: TrainerCallback, event: str) -> bool:
     """Whether it is the user's, and has code for `event`."""
     kind = type(callback)
     if kind.__module__.split(".")[0] in ("transformers", "fold3d"):

@@ -34,12 +34,13 @@ from fold3d.engine.engine import Engine
 from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError
 from fold3d.stage.loss_run import running_loss
+from fold3d.stage.replay import plain, put
 from fold3d.stage.users_state import as_it_was, attributes_of
 from fold3d.topology import Topology
 from fold3d.trace.batches import synthetic_example
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import RANDOM, TrainingArguments
-from fold3d.trainer.flushing import FlushingHandler
+from fold3d.trainer.flushing import FlushingHandler, implements
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
@@ -48,7 +49,7 @@ from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
 from fold3d.trainer.same_arguments import compare_arguments
 from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_again
-from fold3d.trainer.waiting import Waiting
+from fold3d.trainer.waiting import ModelThen, Waiting
 from fold3d.weights.empty import folder_of
 from fold3d.weights.missing import MissingWeight
 
@@ -446,19 +447,24 @@ class Trainer(SearchingTrainer):
         steps = self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
         sets_some = any(is_overridden(self, name) for name in ("training_step", "_prepare_inputs"))
+        sets_some = sets_some or any(implements(one, "on_substep_end") for one in self.callback_handler.callbacks)
         attributes = attributes_of(self).contents() if sets_some else None
-        waiting = self._waiting.add(inputs, (num_items_in_batch, steps), attributes)
+        then = ModelThen(self.model) if sets_some else None
+        waiting = self._waiting.add(inputs, (num_items_in_batch, steps), attributes, then)
         if waiting < steps or not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        micro_batches, drawn_with = self._waiting.take()
+        micro_batches, drawn_with, sets_model = self._waiting.take()
+        modules = list(self.model.modules()) if sets_model else []
 
         def share(module: Module, batch: dict[str, Any]) -> Tensor:
-            divisors, attributes = drawn_with(batch)
+            divisors, attributes, of_model = drawn_with(batch)
             for name, value in attributes.items():
                 setattr(self, name, as_it_was(value))
+            for (number, name), value in of_model.items():
+                put(vars(modules[number]), name, plain(value))
             return self._share_of_loss(module, batch, *divisors)
 
-        share.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
+        share.calls_users_code = self._computes_loss_otherwise() or sets_model  # type: ignore[attr-defined]
         share.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         share.adds_up = self._loss_adds_up(num_items_in_batch)  # type: ignore[attr-defined]
         share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]

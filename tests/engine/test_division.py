@@ -87,6 +87,28 @@ def test_is_compared_once_in_each_form(caplog: pytest.LogCaptureFixture) -> None
     assert "micro_batch_size=2: a forward changes Layers.forwards; that happens once for each part" in caplog.text
 
 
+class Crowded(nn.Module):
+    """Of all its samples and tokens, [samples, tokens, WIDTH], the first `room` count."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.ones_like(x[..., :1]).flatten().cumsum(0).view_as(x[..., :1])
+        return x * (place <= self.room)
+
+
+def test_larger_micro_batches_are_compared_anew() -> None:
+    config = ParallelConfig(micro_batch_size=2, loss_reduction="mean", blocks="layers")
+    engine = Engine(made(norm=Crowded(8)), config, optimizer=SGD)
+    for tokens in (1, 2, 2):
+        engine.step({"x": torch.randn(4, tokens, WIDTH, dtype=torch.float64)})
+    with pytest.raises(Fold3dError, match="the loss of two parts together is"):
+        engine.step({"x": torch.randn(4, 3, WIDTH, dtype=torch.float64)})
+    engine.close()
+
+
 @pytest.mark.parametrize("said", [None, "sum"])
 def test_what_is_not_known_is_refused(said: str | None) -> None:
     """A mean that says nothing of itself, and one that is said to be a sum."""

@@ -70,6 +70,35 @@ class SharedNormBlock(nn.Module):
         return out
 
 
+class LimitedBlock(nn.Module):
+    """Makes neurons smaller where they are large together, which they are not at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def limited(self, x: Tensor) -> Tensor:
+        norm = x.norm(dim=-1, keepdim=True)
+        return torch.where(norm > 40, 40 * x / norm, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.limited(torch.relu(self.up(x))))
+        return out
+
+
+class RenormBlock(LimitedBlock):
+    def limited(self, x: Tensor) -> Tensor:
+        return torch.renorm(x.flatten(0, 1), 2, 0, 40.0).view_as(x)
+
+
+class GatedBlock(LimitedBlock):
+    """Only neurons that are not small beside the largest one count."""
+
+    def limited(self, x: Tensor) -> Tensor:
+        size = x.detach().square().mean((0, 1))
+        return x * (size > 1e-3 * size.max())
+
+
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -102,6 +131,14 @@ def test_layers(kind: type[nn.Module], entries: set[str], summed: set[str], tp: 
     assert {entry for group in split.groups for entry in group.entries} == entries
     assert {name for name, shard in split.shards.items() if shard.is_replicated and shard.summed} == summed
     assert compare(model, batch, plan) < 1e-10
+
+
+@pytest.mark.parametrize("kind", [LimitedBlock, RenormBlock, GatedBlock])
+def test_a_limit_that_small_weights_do_not_reach(kind: type[nn.Module]) -> None:
+    """Neither shows in NaN that reaches other neurons."""
+    model, batch = stacked(kind)
+    with pytest.raises(ConfigError, match=r"cannot be divided: divided, rank . returns something else"):
+        plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
 
 
 def test_weights_that_blocks_share_are_whole() -> None:

@@ -322,6 +322,77 @@ def test_another_form_is_compared_anew() -> None:
     assert "depends on the other samples" in sub.reason
 
 
+@pytest.mark.parametrize("what", ["length", "weights"])
+def test_what_mixes_samples_later_is_found(what: str) -> None:
+    """Room for so many tokens is taken up by longer ones, or by weights that send more of them to one place."""
+    model, room = gpt2(0.0), {"tokens": 4 * 5}
+    block = model.transformer.h[1]
+    own = block.forward
+
+    def mixes(hidden: Tensor, *args: Any, **named: Any) -> Any:
+        out = own(hidden, *args, **named)
+        place = torch.ones_like(out[..., :1]).flatten().cumsum(0).view_as(out[..., :1])
+        return torch.where(place > room["tokens"], 0.0, out)
+
+    block.forward = mixes
+    ops = Counting()
+    with_regions(model, ops)
+    inputs = batch(4, ragged=False)
+    split = WholeModel(model, trace(model, example=inputs).blocks)
+    sub = SubPipeline(0, model, apart(model, split, inputs), ops)
+
+    def run(length: int) -> None:
+        ops.sums = 0
+        through(split, 0, Run({k: v[:, :length] for k, v in inputs.items()}, token_loss).micro_batch(model), [], sub)
+
+    for _ in range(4):
+        run(5)
+    divided = ops.sums
+    if what == "length":
+        run(LENGTH)
+        run(5)
+        assert ops.sums == divided / 2, "micro-batches are whole"
+    else:
+        room["tokens"] = 12
+        for _ in range(12):
+            assert not sub.reason
+            run(5)
+    assert "depends on the other samples" in sub.reason
+
+
+class Reading(transformers.GPT2LMHeadModel):
+    """Its head reads what was embedded, if an attribute or the length says so."""
+
+    reads = False
+    long = 1 << 30
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        embedded = self.transformer.wte(input_ids)
+        hidden = embedded
+        for block in self.transformer.h:
+            hidden = block(hidden)
+        if self.reads or input_ids.shape[1] >= self.long:
+            hidden = hidden + embedded
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(self.transformer.ln_f(hidden)))
+
+
+def test_a_head_that_reads_more_later() -> None:
+    """By an attribute it takes another way, in parts, too; by the length it is refused."""
+    model = gpt2(0.0)
+    model.__class__ = Reading
+    ops = Counting()
+    with_regions(model, ops)
+    inputs = batch(4, ragged=False)
+    split = WholeModel(model, trace(model, example={"input_ids": inputs["input_ids"][:, :5]}).blocks)
+    sub = SubPipeline(0, model, apart(model, split, {"input_ids": inputs["input_ids"][:, :5]}), ops)
+    run = Run({name: value[:, :5] for name, value in inputs.items()}, token_loss)
+    for reads in (False, True, True, False):
+        model.reads = reads
+        found = through(split, 0, run.micro_batch(model), [], sub)[1]
+        torch.testing.assert_close(found, through(split, 0, run.micro_batch(model), [], None)[1], rtol=1e-12, atol=0)
+    assert not sub.reason and {0, 1} <= set(ops.order)
+
+
 @pytest.mark.parametrize("case", ["batch norm", "an attribute", "no tensor"])
 def test_what_does_not_divide_stays_whole(case: str) -> None:
     def make() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ class Short(Plain):
     """Runs the first four of its blocks, unless told to run all."""
 
     runs = 4
+    more: Sequence[int] = ()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         self.drawn()
         x = self.embedding(input_ids)
-        for layer in self.layers[: self.runs]:
+        for layer in self.layers[: self.runs + len(self.more)]:
             x = layer(x)
         return x.square().mean()
 
@@ -49,8 +51,12 @@ def test_blocks_that_are_not_called_belong_to_no_cut() -> None:
     assert set(recorded.unread) >= {name for name, _ in model.named_parameters() if name.startswith("layers.4.")}
     ranks = ranks_of(model, recorded, [(0, 1), (1, 2), (2, 3), (3, 4)], 2)
     assert_equal(chained(ranks, recorded, 4, tokens()), whole(model, tokens()))
+    for one in (model, *(rank._model for rank in ranks)):
+        one.runs = 5
+    assert_equal(chained(ranks, recorded, 4, tokens()), whole(model, tokens()))
     for rank in ranks:
-        rank._model.runs = 5  # by what no recording can know
+        del rank._model.runs
+        rank._model.more = [1]  # by what no recording can know
     with pytest.raises(SplitError, match=r"block 'layers\.4' ran where the end was due"):
         chained(ranks, recorded, 4, tokens())
 
