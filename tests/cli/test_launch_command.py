@@ -76,6 +76,14 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "launch --dry-run -n 2 --hosts a,b -m fold3d doctor --size 1")
+    assert code == 0 and "4 processes on 2 hosts" in err
+    first, second = (shlex.split(shlex.split(line)[-1].partition(" && exec ")[2]) for line in out.splitlines())
+    assert first[-7:] == ["--nproc-per-node", "2", "--module", "fold3d", "doctor", "--size", "1"]
+    assert second[second.index("--node-rank") + 1] == "1"
+
+
 def test_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "launch --config run.toml --dry-run")
     assert code == 0, err
