@@ -179,7 +179,8 @@ def test_the_manifest_fits_together() -> None:
     assert int(told.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert told.master_addr == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert int(told.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert told.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    (grace,) = (int(one["value"]) for one in container["env"] if one["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert grace < pod["terminationGracePeriodSeconds"]
 
 
 @cache
