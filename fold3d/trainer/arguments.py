@@ -118,8 +118,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={
             "help": "For a model built on the meta device: the folder with its safetensors, or random, which draws "
-            "values from seed and parameter name. Default: those that empty_weights has noted, or of the checkpoint "
-            "that is resumed."
+            "values from seed and parameter name. Default: the folder of from_pretrained under empty_weights, or the "
+            "checkpoint that is resumed."
         },
     )
 
