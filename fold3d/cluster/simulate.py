@@ -156,17 +156,17 @@ def simulate(
     *,
     looked_at: range | None = None,
 ) -> Report:
-    """Returns what the policy makes of the jobs.
+    """Returns the result of a policy for jobs that arrive over time, simulated round by round. Deterministic.
 
-    Policies know what is left of jobs, and their true rates, unless an arrival has predicted ones: then they are
-    measured in each round, and jobs are tried on kinds that they have not run on. Runs are deterministic.
+    Policies know the work left of each job, and its true rates. If an arrival has predicted rates, they know these,
+    corrected by what the running jobs measure in each round; jobs are tried on kinds that they have not run on.
 
     Args:
-        arrivals: in the order in which they come.
-        looked_at: of the arrivals, by number: the simulation ends when they are done, and the report is of them; all by
-            default.
+        arrivals: in the order in which they arrive.
+        rules: length of rounds, and what moves may cost. None: the defaults, and `fill` as the policy needs it.
+        looked_at: numbers of the arrivals whose end ends the simulation and which the report is about. None: all.
 
-    Raises: ConfigError for jobs that run nowhere, or a policy that lets jobs wait for ever; without scipy.
+    Raises: ConfigError for jobs that run nowhere, for a policy that lets jobs wait for ever, and without scipy.
     """
     run = _Run(arrivals, policy, cluster, rules or Rules(fill=policy.fills))
     return run.report(looked_at if looked_at is not None else range(len(arrivals)))
