@@ -124,7 +124,7 @@ def lower(
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
     Args:
-        reduce: whether there are several replicas, whose gradients are summed.
+        reduce: whether to add REDUCE_GRAD, for several replicas.
         recompute: per chunk, whether it keeps no graph between forward and backward, so that RECOMPUTE runs its forward
             again. If a backward directly follows its forward the graph stays. Empty: no chunk.
         offload: per chunk, whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
@@ -148,8 +148,8 @@ def without_flush(name: str, *, pp: int, micro_batches: int) -> tuple[_C.Schedul
     Args:
         name: "1f1b".
         micro_batches: of each step, at least pp.
-    Returns: the schedule of a step after a drain; of every other step, in which a backward that comes before its forward
-        belongs to the step before; and of the drain.
+    Returns: the schedule of a step after a drain; of every other step, in which a backward before its own forward is of
+        the step before; and of the drain.
     Raises: ConfigError for another schedule, or fewer micro-batches.
     """
     with _config_errors():
@@ -175,7 +175,7 @@ def validate_room(
     stash_bytes: Sequence[int] = (),
     sent_bytes: Sequence[int] = (),
 ) -> None:
-    """Proves that the stashes of forwards fit on each rank's device, and into its pool, at every moment of the schedule.
+    """Proves that stashes fit on each rank's device, and into its pool, at every moment of the schedule.
 
     Args:
         device, pool: their sizes in bytes, or in numbers of stashes without `stash_bytes`. None: no limit.
