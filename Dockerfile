@@ -12,7 +12,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # No GPU is there while an image is built, so torch cannot look at one for its architecture.
 ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
 ARG MAX_JOBS=2
-ENV PATH=/opt/fold3d/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PATH=/opt/fold3d/bin:$PATH NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # The compiler stays: torch.compile needs it.
 RUN apt-get update && \
