@@ -30,7 +30,7 @@ COPY csrc csrc
 COPY fold3d fold3d
 RUN pip install --no-cache-dir --constraint requirements.txt setuptools wheel ninja && \
     pip install --no-cache-dir --constraint requirements.txt --no-build-isolation ".[cluster,draw,trl]" && \
-    rm -rf build *.egg-info
+    rm -rf build ./*.egg-info
 
 WORKDIR /workspace
 RUN fold3d --version

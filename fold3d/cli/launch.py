@@ -311,7 +311,8 @@ def _run_all(commands: Mapping[str, list[str]]) -> int:
 def _relay(host: str, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        print(f"{host}: {line.rstrip()}", flush=True)
+        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one piece: print writes the end of the line by itself
+        sys.stdout.flush()
 
 
 def _said(command: list[str]) -> str:
