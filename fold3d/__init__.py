@@ -1,4 +1,4 @@
-"""fold3d: train HuggingFace models with data and pipeline parallelism on ordinary networks."""
+"""fold3d: trains HuggingFace models with data, tensor and pipeline parallelism on ordinary networks."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ Partition = str | Sequence[str]
 """Between which modules a model may be cut: BLOCKS, GRAPH, or the names of the modules."""
 DEFAULT_COMM_TIMEOUT = 300.0
 _MOST_SECONDS = 1e9
-"""Some thirty years, which clocks can still add up."""
+"""Some thirty years; clocks can still add it."""
 _SEEDS = 1 << 63
-"""That torch has, which are not negative."""
+"""Seeds that torch takes are below this, and not negative."""
 DEFAULT_BUCKET_BYTES = 1 << 20
 TP_WAYS = ("sub", "fused", "none")
 """Ways to run layers whose ranks communicate: in sub-micro-batches that take turns, with matrix products next to a
@@ -59,58 +59,68 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d*)?(e\d+)?)\s*(?P<unit>[a-z]*)", re.ASCI
 
 
 REDUCTIONS = ("sum", "mean", "tokens")
-"""What a loss can be of its samples' losses."""
+"""How a loss can combine its samples' losses."""
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """Returns a field with what the Trainer's command line says of it, for whom ranks are processes.
+    """Returns a field that `TrainingArguments` has too; its command line says "process" for "rank".
 
     Args:
-        more: what else its parser is told.
+        help: text of the option.
+        more: further metadata for HfArgumentParser.
     """
     return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed."""
+    """How a model is spread over dp * tp * pp processes and in which order its micro-batches are computed.
+
+    Immutable, and the same on every rank. The Trainer makes it of its `TrainingArguments` (`args.layout`); in a loop of
+    your own it is the argument of `Engine`.
+
+    Raises: ConfigError for a value that cannot work, a setting without effect, and settings that exclude each other. It
+        names the value, the reason and the setting to change. `Engine` checks what depends on the number of processes
+        or on the model.
+    """
 
     parallel: str | None = setting(
         None,
         "auto: choose dp, tp, pp and the micro-batches for global_batch_size samples at the start, from measured "
         "layers and links. dp, tp and pp that are set stay. Default: dp, tp and pp as they are set.",
     )
-    """"auto": dp, tp, pp and the micro-batches are decided when the engine is made, as what is predicted to be fastest
-    for `global_batch_size` by measured layers and links and within the memory; what is set of dp, tp and pp stays. The
-    engine's `config` then says what was decided, and has None here. None: as dp, tp and pp say."""
+    """"auto": the engine chooses dp, tp, pp and the micro-batches when it is made: those with the shortest predicted
+    step for `global_batch_size` samples, from measured layers and links and within the memory. dp, tp and pp that are
+    set stay. `engine.config` then has the choice, and None here. None: dp, tp and pp are as set."""
     global_batch_size: int | None = setting(
         None,
         "Samples per optimizer step of all replicas; gradient_accumulation_steps follows. With parallel=auto a "
         "micro-batch has at most per_device_train_batch_size samples. Default: per_device_train_batch_size * "
         "gradient_accumulation_steps * dp.",
     )
-    """Samples of an optimizer step, all replicas together; with parallel="auto", where `micro_batches` follows. None:
-    what the batches have."""
+    """Samples of an optimizer step, of all replicas together. Only with parallel="auto", which needs it. None: the
+    batches decide."""
     strategy: str | None = setting(
         None,
-        "What `fold3d plan` prints behind 'strategy: ', or a file with that: the mesh, the micro-batches, the cut and "
-        "all else that it says are taken from there. Default: they are decided, or set one by one.",
+        "Text that `fold3d plan` prints after 'strategy: ', or a file that has it. It sets the mesh, the "
+        "micro-batches, the cut and all else that it names. Default: these are planned, or set one by one.",
     )
-    """Text form of a Strategy, as `fold3d plan` prints it, or a file with it: dp, tp, pp, micro_batches, which blocks
-    are where, the schedule and all that it names are taken from there; what is set besides must be the same. The
-    planner is not asked. None: as the other settings say."""
+    """Text form of a `Strategy`, as `fold3d plan` prints it, or the path of a file that has it. It sets dp, tp, pp,
+    micro_batches, the blocks of each chunk, the schedule and all else that it names. What is set besides must be the
+    same. Nothing is planned then. None: the other settings decide."""
     dp: int | None = setting(
         None,
         "Data-parallel replicas of the model. Default: number of processes / (tp * pp).",
     )
-    """Data-parallel replicas. None: world size / (tp * pp)."""
+    """Data-parallel replicas. None: number of processes / (tp * pp)."""
     tp: int = setting(
         None,
         "Tensor-parallel processes, which divide the weights and the computation of each layer; best within one host. "
         "`fold3d trace MODEL -t TP` shows how layers are divided. Default: 1, or what parallel=auto chooses.",
     )
-    """Tensor-parallel ranks: as many share each weight of a block, and its computation. How is found out by running the
-    blocks; `fold3d trace MODEL -t TP` shows it. None: 1, which it is from then on, or what parallel="auto" decides."""
+    """Tensor-parallel ranks: so many ranks share each weight of a block, and its computation. fold3d finds out how by
+    running the blocks; `fold3d trace MODEL -t TP` shows it. None: 1 (the attribute is 1 then), or the choice of
+    parallel="auto"."""
     pp: int = setting(
         None,
         "Pipeline stages: the model's layers are divided over this many processes. Default: 1, or what parallel=auto "
@@ -124,64 +134,65 @@ class ParallelConfig:
         "of layers and network.",
     )
     """Consecutive parts of the model, each cut into pp chunks, so a rank holds `segments` chunks. "auto": the planner
-    measures layers and network when the engine is built and takes what its simulator finds fastest; 1 where nothing can
-    be hidden (one process, or a schedule that does not fold)."""
+    measures layers and network when the engine is built, and takes the number that its simulator finds fastest. It has
+    no choice, and measures nothing for this, if dp * pp = 1 (1 segment) or the schedule has one number only."""
     micro_batches: int = 1
-    """m: micro-batches per optimizer step and replica; `Engine.step` divides dimension 0 of the batch by it."""
+    """m: micro-batches per optimizer step and replica. `Engine.step` divides dimension 0 of the batch by it;
+    `Engine.run` takes a list of micro-batches."""
     micro_batch_size: int | str | None = setting(
         None,
         "Splits each micro-batch into parts of this many samples that run one after another. Saves memory; loss and "
         "gradients do not change. Must divide per_device_train_batch_size. auto: the fastest size under memory_limit. "
         "Default: per_device_train_batch_size.",
     )
-    """Most samples that pass the model at once: larger micro-batches are divided into parts of this size, and the
-    schedule runs these. Less memory and shorter pipeline bubbles, more and smaller kernels. Gradients and loss are
-    those of the undivided micro-batches, masks of dropout included; where samples depend on each other (batch norm,
-    losses that compare samples) it is refused, and so is a loss of which nobody knows how it adds up
-    (`loss_reduction`). None: micro-batches stay as they are given. "auto": under a `memory_limit` what is fastest of
-    all that keeps to it, together with `recompute`, `offload` and `segments`; else None."""
+    """Most samples that pass through the model at once. Larger micro-batches are divided into parts of this size, and
+    the schedule runs the parts: less memory and a shorter pipeline bubble, but more and smaller kernels. Gradients,
+    loss and dropout masks are those of the undivided micro-batches. Refused where samples depend on each other (batch
+    norm, losses that compare samples), and for a loss of which it is not known how it adds up (`loss_reduction`). None:
+    micro-batches stay whole. "auto": under a `memory_limit` the planner's choice, together with `recompute`, `offload`
+    and `segments`; otherwise None."""
     loss_reduction: str | None = setting(
         None,
         "How a micro-batch's loss combines its samples, for micro_batch_size: sum, mean (over samples) or tokens (mean "
         "over labels that are not -100). Default: only losses that are known to add up are split.",
     )
-    """What a micro-batch's loss is of its samples', for `micro_batch_size`: their "sum", the "mean" over samples, or
-    that over labels that are not -100 ("tokens"). None: a loss that adds up by construction, as transformers' own loss
-    functions do that divide by the labels of the global batch."""
+    """How a micro-batch's loss combines those of its samples, for `micro_batch_size`: "sum", "mean" (over samples) or
+    "tokens" (mean over labels that are not -100). None: only a loss that is known to add up is divided, such as
+    transformers' own loss functions that divide by the labels of the global batch."""
     schedule: str = setting(
         AUTO,
         "Order of the micro-batches: a name that `fold3d schedules` lists, the path of a CSV file, or auto.",
     )
-    """Name of a schedule (`fold3d schedules` lists them) or path of a CSV file with compute actions. "auto": the
-    planner's, and with a fixed number of segments "aiao" when there are several, else "1f1b"."""
+    """Name of a schedule (`fold3d schedules` lists them), or path of a CSV file with compute actions. "auto": the
+    planner's choice; where it does not run, "aiao" with several segments and "1f1b" with one."""
     group_size: int | str = setting(
         AUTO,
         "Micro-batches that pass a segment before the next segment starts, or auto; only for schedules that use it "
         "(fold; kfkb, where it is k).",
     )
-    """N: micro-batches that pass a segment before the next segment starts; k of kfkb; only for schedules that use it.
-    "auto": the planner's, or the schedule's own default."""
+    """N: micro-batches that pass a segment before the next segment starts; of kfkb, k. Only for schedules that use it.
+    "auto": the planner's choice; where it does not run, the schedule's default."""
     tp_plan: Mapping[str, str] | None = setting(
         None,
         "Overrides how weights are divided: a dict (JSON on the command line) from module names or patterns to "
-        "colwise, rowwise, replicate and others. Default: no overrides.",
+        "colwise, rowwise or replicate. Default: no overrides.",
     )
-    """Module names or patterns -> how their weights are spread, where that shall be otherwise than what is found out;
-    see docs/tensor-parallel.md. None: nothing is."""
+    """Overrides how weights are divided: module names or patterns -> "replicate", "colwise" or "rowwise", see
+    docs/tensor-parallel.md. None: no overrides."""
     blocks: str = setting(
         "auto",
         "Name of the module list whose children are the model's blocks, e.g. transformer.h; 'auto' finds it.",
     )
-    """Name of the ModuleList or Sequential whose children are the model's blocks; "auto" finds it."""
+    """Name of the ModuleList or Sequential whose children are the model's blocks. "auto" finds it."""
     partition: Partition = setting(
         BLOCKS,
         "Where the model may be cut: between blocks; graph: after modules with few outputs, for models without a list "
         "of equal blocks (ResNets, U-Nets, Swin); or names of modules that run one after another, separated by "
         "commas.",
     )
-    """Between which modules the model may be cut: "blocks": the blocks; "graph": any that few tensors leave, found in a
-    recording, for models without a list of blocks (ResNets, U-Nets, Swin); or the names of the modules that run one
-    after the other, in a sequence or separated by commas."""
+    """Between which modules the model may be cut. "blocks": between blocks. "graph": after any module that few tensors
+    leave, found in a recording, for models without a list of equal blocks (ResNets, U-Nets, Swin). Or the names of
+    modules that run one after another, as a sequence or separated by commas."""
     recompute: bool | str = setting(
         AUTO,
         "What to recompute in the backward pass: none, full (whole chunks; also as a bare flag), blocks (each block), "
@@ -191,44 +202,45 @@ class ParallelConfig:
         nargs="?",
         const="full",
     )
-    """What is computed again in the backward pass instead of kept: "none"; "full": whole chunks, of which only the
-    inputs are kept; "blocks": each block by itself; "blocks:2": every second one; or names of modules inside of a
-    block, also as patterns: "self_attn,mlp", "attn.*". For each chunk another one with "/" between them. True is
-    "full", False "none"; text from then on. "auto": under a `memory_limit` the least with which it is kept, else
-    nothing. The numbers are the same."""
+    """What the backward pass computes again instead of keeping it. "none". "full": whole chunks, of which only the
+    inputs are kept. "blocks": each block. "blocks:2": every second block. Or names of modules inside a block, or
+    patterns: "self_attn,mlp", "attn.*". Values for single chunks are separated by "/". True means "full" and False
+    "none"; the attribute is text then. "auto": under a `memory_limit` the least that keeps it; otherwise nothing. The
+    numbers do not change."""
     tp_overlap: str = setting(
         AUTO,
         "How TP.sync is hidden: sub (two halves of a micro-batch take turns), fused (matrix products send one piece "
         "while they compute the next), none, or auto (the fastest by prediction, and by real steps if predictions are "
         "close). The numbers do not change.",
     )
-    """How TP.sync is hidden: "sub": two halves of every micro-batch take turns, one computes while the other
-    communicates; "fused": matrix products next to a sum send one piece while they compute the next; "none": every sum
-    is waited for. "auto": "sub" and "none" are predicted from measured times, and where the predictions are close all
-    three are tried for three steps each; the fastest one stays. The numbers are the same."""
+    """How TP.sync is hidden. "sub": two halves of every micro-batch take turns, one computes while the other
+    communicates. "fused": matrix products next to a sum send one piece while they compute the next. "none": every sum
+    is waited for. "auto": "sub" and "none" are predicted from measured times; if the predictions are close, all three
+    run for three steps each, and the fastest stays. The numbers do not change."""
     sequence_parallel: bool | str = setting(
         AUTO,
         "Whether tensor-parallel processes divide the sequence outside of divided layers: norms, residual sums and "
         "dropout take 1 / tp of their memory. auto: if the model allows it. The numbers do not change.",
     )
-    """Whether the ranks of a tensor-parallel group share the sequence where they do not share weights, too: norms,
-    residual sums and dropout work on 1 / tp of it, which takes 1 / tp of their memory and sends no more. "auto": where
-    the model is found to allow it. The numbers are the same."""
+    """Whether the ranks of a tensor-parallel group also share the sequence where they do not share weights: norms,
+    residual sums and dropout then work on 1 / tp of the tokens, which takes 1 / tp of their memory and sends as many
+    bytes. "auto": if the model allows it. The numbers do not change."""
     seed: int = 0
-    """Seed of dropout masks and, for models built on the meta device, of the initial weights."""
+    """Seed of dropout masks, and of the initial weights of models built on the meta device. An integer from 0 to 2**63
+    - 1."""
     comm_timeout: float | None = setting(
         None,
         "Seconds that a process waits for another before the job fails on every process. While a checkpoint is "
         "written, ddp_timeout counts instead. Default: ddp_timeout (1800) if the other shows signs of life, else 300.",
     )
-    """Seconds a rank waits for another before the step fails on every rank. None: 300."""
+    """Seconds that a rank waits for another before the step fails on every rank. None: 300."""
     patience: float | None = None
-    """Seconds a rank waits for one that gives signs of life but is busy, such as writing a file alone; for one that is
-    silent it waits comm_timeout. None: comm_timeout."""
+    """Seconds that a rank waits for one that shows signs of life but is busy, such as writing a file alone. A rank
+    without signs of life has failed after `comm_timeout`. None: comm_timeout."""
 
     transport: str = "auto"
-    """How activations and gradients travel: "tcp" (host memory, connections of fold3d's own), "c10d" (torch's process
-    groups: gloo or NCCL), "auto": tcp for parameters on the CPU, else c10d."""
+    """What sends activations and gradients: "tcp" (fold3d's own connections, from host memory), "c10d" (torch's process
+    groups, gloo or NCCL), or "auto": tcp for parameters on the CPU, otherwise c10d."""
 
     dp_sync: str = setting(
         AUTO,
@@ -236,34 +248,34 @@ class ParallelConfig:
         "parameters; least memory), early (all-gathers gradients whenever the network is idle; hides most), serial "
         "(hides nothing), auto.",
     )
-    """How gradients are summed over the replicas; all ways give the same bits. "zero1": each replica steps its share of
-    the parameters and gathers the others' under the next forward (1/dp of the optimizer's memory). "early": gradients
-    are gathered whenever the network is idle, each replica steps everything (hides more). "serial": nothing is hidden;
-    for comparison. "auto": the planner's choice for each bucket where it runs (segments="auto", or a memory_limit),
-    else early."""
+    """How gradients are summed over the replicas. All ways give the same bits. "zero1" (ZeRO-1, Rajbhandari et al.
+    2020): each replica steps its share of the parameters and gathers the others under the next forward; takes 1/dp of
+    the optimizer's memory. "early": gradients are gathered whenever the network is idle, and each replica steps all
+    parameters; hides more. "serial": hides nothing, for comparison. "auto": the planner's choice for each bucket where
+    it runs (segments="auto", or a memory limit), otherwise early."""
     dp_sync_dtype: str = setting(
         "float32",
         "Dtype in which gradients are sent to other replicas: float32, or bfloat16, which halves the bytes. They are "
         "accumulated and added in float32, but rounded when sent.",
     )
-    """How gradients travel to their sums over the replicas: "float32", or "bfloat16", which halves the bytes. They are
-    accumulated over micro-batches in float32 and added in float32; with dp replicas a sum has been rounded dp times
-    on its way. The numbers are no more those of one process."""
+    """Dtype in which gradients are sent to their sums over the replicas: "float32", or "bfloat16", which halves the
+    bytes. Gradients are accumulated over micro-batches, and added, in float32. With bfloat16 and dp replicas a sum is
+    rounded dp times on its way, so the numbers are no longer those of one process."""
     gradient_delay: int = setting(
         0,
         "1: each update applies the gradients of the step before, so that DP.sync has a full step. Faster on slow "
         "networks, but no longer the weights of exact training. 0: the gradients of its own step.",
     )
-    """1: the optimizer takes the gradients of the step before, so that their sums have a whole step to travel. The
-    weights are no more those of exact training: see docs/late-gradients.md. 0: those of its own step."""
+    """1: the optimizer applies the gradients of the step before, so that a whole step hides their sums. The weights are
+    no longer those of exact training, see docs/late-gradients.md. 0: the gradients of the step itself."""
     flush: bool = setting(
         True,
         "Whether the pipeline drains between optimizer steps. False (PipeDream-2BW) needs gradient_delay=1, schedule "
         "1f1b, one segment and the CPU, and keeps a second version of the weights.",
     )
-    """Whether the pipeline runs empty between optimizer steps. False (PipeDream-2BW): it does not, which is faster with
-    few micro-batches; the weights are, bit for bit, those of `gradient_delay=1`, which it needs, and there are two
-    versions of them. For the schedule "1f1b" with one segment, and at least as many micro-batches as stages; on the
+    """Whether the pipeline runs empty between optimizer steps. False (PipeDream-2BW, Narayanan et al. 2021) is faster
+    with few micro-batches and keeps two versions of the weights; these are, bit for bit, those of `gradient_delay=1`,
+    which it needs. It also needs the schedule "1f1b", one segment, at least as many micro-batches as stages, and the
     CPU. See docs/late-gradients.md."""
     weight_versions: str = setting(
         "2bw",
@@ -271,35 +283,36 @@ class ParallelConfig:
         "with an update per micro-batch and as many versions as stages: stashing (each stage its newest), "
         "vertical_sync (the same on all stages).",
     )
-    """With `flush=False`, which weights a micro-batch takes. "2bw": two versions, an update for each step. "stashing",
-    "vertical_sync" (PipeDream): an update for each micro-batch, so micro_batches=1; a micro-batch takes the newest
-    weights of each stage, or on all stages those with the updates of the micro-batches up to pp before it, in both
-    passes; a stage keeps up to pp versions. See docs/late-gradients.md."""
+    """Which weights a micro-batch uses with `flush=False`. "2bw": two versions, an update per step. "stashing" and
+    "vertical_sync" (PipeDream, Narayanan et al. 2019): an update per micro-batch, so micro_batches=1. With "stashing" a
+    micro-batch uses the newest weights of each stage; with "vertical_sync" on all stages those with the updates of the
+    micro-batches up to pp before it. Both passes use the same weights, and a stage keeps up to pp versions. See
+    docs/late-gradients.md."""
     delay_correction: str = setting(
         "none",
         "Correction for gradient_delay=1: none; error_feedback (twice the optimizer's update, less the one of the step "
         "before); predict (gradients at the weights that the next update would give).",
     )
-    """What makes up for `gradient_delay=1`. "error_feedback": the optimizer's update of the step before is taken back,
-    and the one of now counts twice; 1 more state of the optimizer's. "predict": gradients are those of W(t) and what
-    the last update has added; one more copy of the weights. "none": nothing. See docs/late-gradients.md."""
+    """Correction for `gradient_delay=1`. "error_feedback": subtracts twice the optimizer's update, less the update of
+    the step before; takes one more state of the optimizer. "predict": computes gradients at the weights that the last
+    update, applied once more, would give; takes one more copy of the weights. "none". See docs/late-gradients.md."""
     bucket_bytes: int | float | str | None = setting(
         None,
         "Least bytes of a bucket of gradients, such as 4MiB; 0: a bucket per layer. Default: the planner's choice, "
         "else 1 MiB.",
     )
-    """Layers' gradients are summed together until they have so many bytes; 0: each layer's alone. Also as text, "4MiB";
-    a number from then on. None: the planner's, or 1 MiB."""
+    """Gradients of neighbouring layers are summed together until they have so many bytes; 0: each layer's alone. Also
+    as text, "4MiB"; the attribute is a number then. None: the planner's choice, or 1 MiB."""
     memory_limit: int | float | str | None = setting(
         None,
         "Bytes that a process may use for weights, gradients, optimizer state and activations, such as 8GB or "
         "512MiB; the planner keeps below it. Default: nine tenths of a GPU's memory, no limit on the CPU.",
     )
-    """Bytes that a rank may use for weights, gradients, optimizer state and activations, also as text: "8GB" (8e9),
-    "512MiB" (512 * 2^20); a number from then on. With it the planner runs also where `segments` is set, for a schedule
-    with fewer micro-batches in flight, for zero1 instead of early in as many buckets as it takes, and for `recompute`
-    and `offload`; where nothing fits, the engine is not built. None: nine tenths of a GPU's memory where the planner
-    runs (where nothing fits, what needs least), no limit on the CPU."""
+    """Bytes that a rank may use for weights, gradients, optimizer state and activations. Also as text, "8GB" (8e9) or
+    "512MiB" (512 * 2**20); the attribute is a number then. With a limit the planner runs even if `segments` is set, and
+    looks for a schedule with fewer micro-batches in flight, zero1 for as many buckets as needed, and the least
+    `recompute` and `offload`. If nothing fits, building the engine raises ConfigError. None: no limit on the CPU; on a
+    GPU nine tenths of its memory where the planner runs, and if nothing fits, the plan that needs least."""
     offload: str = setting(
         AUTO,
         "Activations to move to host memory between forward and backward: none, boundaries (what recomputed layers "
@@ -307,62 +320,63 @@ class ParallelConfig:
         "activations:50%%, or auto: the fastest under memory_limit, on a GPU or with offload_disk. Copies run beside "
         "the computation. The numbers do not change.",
     )
-    """What leaves the device between its forward and its backward, for a pool of host memory: "none"; "boundaries":
-    what recomputed chunks keep; "activations": what the graphs of all chunks saved. Copies run beside the computation;
-    what is used again at once stays. "activations:50%": of half of the micro-batches, where copies of all would take
-    longer than what hides them. The numbers are the same. "auto": under a `memory_limit`, on a GPU or with
-    `offload_disk`, what is faster than `recompute`; else nothing."""
+    """What leaves the device between its forward and its backward, for a pool in host memory. "none". "boundaries": the
+    inputs that recomputed chunks and blocks keep. "activations": everything that the autograd graphs of all chunks
+    saved. Copies run beside the computation, and what is used again at once stays. "activations:50%": of half of the
+    micro-batches, if copies of all would take longer than what hides them. "auto": under a `memory_limit`, on a GPU or
+    with `offload_disk`, if it is faster than `recompute`; otherwise nothing. The numbers do not change."""
     offload_pool: int | float | str = setting(
         AUTO,
         "Bytes of each process's pool for offload, such as 8GB, reserved before training. auto: as planned, and more "
         "if the first step needs it.",
     )
-    """Bytes of the pool, reserved when the engine is built (pinned on GPUs), also as text: "8GB"; a number from then
-    on. What does not fit is an error, before training where that can be proven. "auto": what was planned, and what the
-    stashes of the first step ask for beyond."""
+    """Bytes of a rank's pool, reserved when the engine is built (pinned on GPUs). Also as text, "8GB"; the attribute is
+    a number then. If the pool is too small, an error says so, before training where the schedule proves it. "auto": as
+    planned, and more if the stashes of the first step need it."""
     offload_disk: str | None = setting(
         None,
         "Folder of a file that serves as the pool, if host memory is short. Default: the pool is host memory.",
     )
-    """Folder of a file that is the pool, for hosts whose memory is short; it has no name and is gone with the process.
-    None: the pool is host memory."""
+    """Folder of a file that serves as the pool, for hosts with little memory. The file has no name and is gone with the
+    process. None: the pool is host memory."""
     offload_optimizer: bool = setting(
         False,
         "Whether the optimizer state lies in host memory and is stepped there: with zero1 of this process's share, "
         "else of all its parameters. Works with any optimizer that torch can step on a CPU, layer by layer.",
     )
-    """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and is
-    stepped there, by the same optimizer: of this rank's shard with zero1, else of all its parameters. Gradients and
-    weights travel there, and weights back. On a CPU the numbers are the same; a GPU's differ in their last bits."""
+    """Whether the optimizer's state (moments, and master weights that the optimizer keeps) lies in host memory and the
+    same optimizer steps there (ZeRO-Offload, Ren et al. 2021): this rank's share with zero1, otherwise all its
+    parameters. Gradients and weights are copied to the host, and weights back. On a CPU the numbers do not change; on a
+    GPU their last bits differ."""
     kernels: str = setting(
         "torch",
         "Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put "
         "small stashes together: torch, or fold3d (one pass over the memory). The numbers differ in their last bits.",
     )
-    """Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and put small
+    """Whose kernels compute the gradient norm, step AdamW (with several replicas, or offload_optimizer) and copy small
     stashes together: "torch", or "fold3d", which goes through the memory once where torch does several times. The
-    numbers differ in their last bits. No GPU has shown a gain yet: measure with `make gpu`."""
+    numbers differ in their last bits. The default is torch's because no GPU has shown a gain yet: measure with `make
+    gpu`."""
     chunked_loss: int | None = setting(
         None,
         "Computes a language model's cross-entropy in chunks of this many tokens, in the forward and again in the "
         "backward. Saves the memory of all logits; costs one more product with the head. Default: all tokens at once.",
     )
-    """Tokens of a micro-batch whose logits are there at a time: the cross-entropy of a language model is computed in
-    chunks, each with its part of the vocabulary under tensor parallelism, in the forward and again in the backward. So
-    much less memory, and one product with the output head more. A loss that reads logits otherwise gets all of them,
-    and the log says so. None: all at once."""
+    """Computes the cross-entropy of a language model in chunks of so many tokens, in the forward and again in the
+    backward; with tp, each rank its part of the vocabulary. Only the logits of one chunk exist at a time, at the cost
+    of one more product with the output head. A loss that reads logits in another way gets all of them, and the log says
+    so. None: all tokens at once."""
     retune: bool = setting(
         True,
         "Whether the order of micro-batches (schedule, group_size), the order of gathers and, with "
         "micro_batch_size=auto, how many samples pass the model at once may change while training goes on, as measured "
         "times of layers and links ask for; a line says so. The numbers are the same. False: what was decided stays.",
     )
-    """Whether what the planner has decided of the order of micro-batches (schedule and N), the order of gathers and,
-    with micro_batch_size="auto", of how many samples pass the model at once may change while training goes on, as
-    measured times of layers and links ask for. Weights stay where they are, and the numbers are the same. False: what
-    was decided at first stays."""
+    """Whether the planner may change its choice while training goes on, by measured times of layers and links: the
+    schedule and N, the order of gathers, and with micro_batch_size="auto" how many samples pass through the model at
+    once. Weights stay where they are, and the numbers do not change. False: the first choice stays."""
     preempt: bool = True
-    """Activations go before gradients on the network. False: first come, first served; for comparison."""
+    """Whether activations go before gradients on the network. False: first come, first served, for comparison."""
 
     def __post_init__(self) -> None:
         self._check_parallel()
@@ -686,7 +700,7 @@ class ParallelConfig:
 
 
 SETTINGS = tuple(one.name for one in fields(ParallelConfig) if "help" in one.metadata)
-"""Those that are arguments of the Trainer, too."""
+"""Names of the settings that `TrainingArguments` has too."""
 
 
 def parse_bytes(name: str, value: object, least: int = 0, *, otherwise: str = "None") -> int | None:

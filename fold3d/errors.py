@@ -1,4 +1,4 @@
-"""The exceptions fold3d raises on purpose; everything else is a bug or the user's own error."""
+"""The exceptions that fold3d raises on purpose; any other is a bug of fold3d or an error of the user's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Fold3dError(Exception):
     """Base class of every error fold3d raises on purpose."""
 
     is_everywhere = True
-    """Whether each rank raises it by itself, so that nobody need be told."""
+    """Whether every rank raises it by itself, so that it need not be sent to the others."""
 
 
 class ConfigError(Fold3dError, ValueError):
@@ -18,7 +18,7 @@ class ConfigError(Fold3dError, ValueError):
 
 
 class MemoryLimitError(ConfigError):
-    """No layout that was found needs as little memory as the user allows; raised on every rank."""
+    """No layout was found that needs as little memory as `memory_limit`; raised on every rank."""
 
 
 class TraceError(Fold3dError, ValueError):
@@ -30,7 +30,7 @@ class CheckpointError(Fold3dError, ValueError, RuntimeError):
 
 
 class MissingWeightsError(Fold3dError, RuntimeError):
-    """Somebody asked for the values of weights that lie in other processes; the message names the call to use."""
+    """Code read the values of weights that lie in other processes; the message names the call to use."""
 
     is_everywhere = False
 
@@ -43,11 +43,11 @@ WAYS_OUT = (
     "Set pp=1 and segments=1, where nothing is cut and all outputs are there; or use fewer chunks (pp * segments), or "
     "compute it from what the model returns at its end"
 )
-"""For who asks for what another chunk has."""
+"""Advice in errors about a value that another chunk has."""
 
 
 class SplitError(Fold3dError, RuntimeError):
-    """A chunk ran otherwise than recorded; the message names the module, the reason and what to change."""
+    """A chunk ran in another way than was recorded; the message names the module, the reason and what to change."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

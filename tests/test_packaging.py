@@ -64,6 +64,22 @@ def test_a_build_finds_all_its_files(described: tuple[set[str], Message]) -> Non
     assert not extra, "neither tests nor what a build leaves belongs there"
 
 
+def test_the_image_is_built_from_what_a_build_needs() -> None:
+    """Docker is not where the tests are: what its file copies, runs and lets be set is looked at."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    copied = [word for step, rest in steps if step == "COPY" for word in rest.split()[:-1]]
+    assert set(copied) >= {"csrc", "fold3d", "requirements.txt", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert sorted(copied) == sorted(kept) and all((ROOT / name).exists() for name in copied)
+    for step, rest in steps:
+        if step == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True, timeout=60)
+    settable = {rest.partition("=")[0] for step, rest in steps if step == "ARG"}
+    page = (ROOT / "docs" / "containers.md").read_text()
+    assert {"BASE", "TORCH_INDEX"} <= set(re.findall(r"--build-arg (\w+)=", page)) <= settable
+
+
 def test_what_it_needs_is_what_was_tested(described: tuple[set[str], Message]) -> None:
     needs = requirements(described[1])
     torch_minor = ".".join(torch.__version__.split(".")[:2])

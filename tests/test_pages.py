@@ -113,20 +113,20 @@ def test_what_is_wrong_with_python_is_found() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Returns the words of every command in the page's blocks for the shell, those inside `bash -c` included."""
+    """Returns the words of every command that a shell runs on the page, those inside `bash -c` included."""
     found: list[list[str]] = []
-    for code in pages.blocks(page, "bash"):
+    for code in pages.shell(page):
         for line in code.replace("\\\n", " ").splitlines():
             words = [*takewhile(lambda word: word != ">", shlex.split(line, comments=True))]
             found.append(words)
             found += [shlex.split(inner) for flag, inner in pairwise(words) if flag == "-c"]
-    settings = re.compile(r"[A-Z_]+=\S*")
-    return [list(dropwhile(settings.fullmatch, words)) for words in found if words]
+    before = re.compile(r"[A-Z_]+=\S*|exec")
+    return [list(dropwhile(before.fullmatch, words)) for words in found if words]
 
 
 @EVERY_PAGE
 def test_shell_is_valid(page: Path) -> None:
-    for code in pages.blocks(page, "bash"):
+    for code in pages.shell(page):
         done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr + code
 
@@ -162,6 +162,25 @@ def test_every_subcommand_is_on_some_page() -> None:
     shown = {words[1] for page in PAGES for words in commands(page) if words[:1] == ["fold3d"]}
     (subcommands,) = (action for action in parser()._actions if action.choices and action.dest != "version")
     assert shown == set(subcommands.choices or ())
+
+
+def test_the_manifest_fits_together() -> None:
+    """Its pods find each other by the Service's name, and are as many as torchrun waits for."""
+    page = ROOT / "docs" / "containers.md"
+    service, job = (next(one for one in pages.manifests(page) if one["kind"] == kind) for kind in ("Service", "Job"))
+    pod = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["spec"]["clusterIP"] == "None" and pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    (words,) = (words[1:] for words in commands(page) if words[:1] == ["torchrun"] and "$JOB_COMPLETION_INDEX" in words)
+    told = torchrun.parse_args([re.sub(r"\$\w+", "1", word) for word in words])
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert int(told.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert told.master_addr == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(told.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    (grace,) = (int(one["value"]) for one in container["env"] if one["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert grace < pod["terminationGracePeriodSeconds"]
 
 
 @cache

@@ -8,6 +8,7 @@ from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_jobs
+from fold3d.cli.parser import picture as picture_file
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
@@ -52,7 +53,13 @@ def _add_simulate(subcommands: Any) -> None:
     made.add_argument("--draw", type=int, metavar="JOBS", help="number of jobs to draw from the file; with --per-hour")
     made.add_argument("--per-hour", type=float, metavar="JOBS", help="jobs that arrive per hour, with --draw")
     made.add_argument("--seeds", type=int, help="number of draws to average, with --draw; default 1")
-    made.add_argument("--png", metavar="FILE", help="write a picture of times, used GPUs and fairness (first draw)")
+    made.add_argument(
+        *("--picture", "--png"),
+        dest="picture",
+        type=picture_file,
+        metavar="FILE",
+        help="draw times, used GPUs and fairness (of the first draw): .png, .svg or .pdf",
+    )
     made.set_defaults(run=run_simulate)
 
 
@@ -86,9 +93,9 @@ def run_simulate(options: argparse.Namespace) -> None:
     jobs = f"{len(draws[0])} jobs" if len(draws) == 1 else f"{len(draws[0])} jobs, drawn {len(draws)} times"
     print(f"{jobs}; hours from arrival to end; rounds of {seconds:g} s")
     print("\n".join(columns(rows)))
-    if options.png is not None:
-        picture.draw(shown, gpus, Path(options.png))
-        print(options.png)
+    if options.picture is not None:
+        picture.draw(shown, gpus, Path(options.picture))
+        print(options.picture)
 
 
 _HEADER = (

@@ -48,8 +48,8 @@ def add(costs: Any) -> None:
         "--device",
         action="append",
         metavar="NAME",
-        help="GPU model, such as A100-80GB; fills in speed and memory; again for a table of several; A100:8,T4:8 has "
-        "both kinds in one job, so many of each in the order of processes",
+        help="GPU model, such as A100-80GB; sets speed, memory and links within a host. Repeat it for a table of "
+        "several models; A100:8,T4:8 is one job on both kinds, 8 of each in the order of processes",
     )
     costs.add_argument("--memory", metavar="SIZE", help="memory of a GPU, such as 80GB; --memory-limit is 90 %% of it")
     costs.add_argument(
@@ -57,7 +57,7 @@ def add(costs: Any) -> None:
         action="append",
         type=float,
         metavar="P",
-        help="price per GPU and hour; prints the cost of tokens; again for each --device",
+        help="price per GPU and hour; prints the cost of tokens; repeat it for each --device",
     )
     costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group")
 

@@ -40,18 +40,22 @@ def add(subcommands: Any) -> None:
         "launch",
         help="run a script on one or several hosts",
         description=__doc__,
-        epilog="Several hosts: the working folder, the script and Python lie at the same paths on all of them.",
+        epilog="Several hosts: the working folder, the script and Python lie at the same paths on all of them. Check "
+        "hosts and links first: fold3d launch --hosts A,B -n 4 -m fold3d doctor.",
     )
     made.add_argument("script", nargs="?", help="the training script; may stand in the recipe instead")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for the script; all behind it")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="everything after the script")
+    made.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     made.add_argument("--config", metavar="FILE.toml", help="a recipe: tables [launch], [arguments] and [script]")
     made.add_argument("--hosts", metavar="A,B,..", help="hosts to log in to by ssh; default: Slurm's, or this one")
     made.add_argument("-n", "--nproc-per-node", type=int, metavar="N", help="processes per host; default: its GPUs")
-    made.add_argument("--port", type=int, help="of the first host, for torchrun; default 29500, or by the Slurm job")
+    made.add_argument(
+        "--port", type=int, help="port of the first host where processes meet; default 29500, in a Slurm job by its id"
+    )
     made.add_argument("--interface", metavar="NAME", help="network interface of every host, such as eth0")
     made.add_argument("--env", action="append", metavar="NAME=VALUE", help="environment variable; may be repeated")
     made.add_argument("--python", metavar="PATH", help="Python of every host; default: this one")
-    made.add_argument("--no-check", action="store_true", help="do not compare the hosts' environments first")
+    made.add_argument("--no-check", action="store_true", help="do not compare the environments of the hosts first")
     made.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     made.set_defaults(run=run)
 
@@ -69,6 +73,8 @@ class _Job:
     environment: Mapping[str, str]
     words: tuple[str, ...]
     """The script and its arguments."""
+    is_module: bool
+    """Whether the script is the name of a module."""
 
     def on_node(self, python: Sequence[str], node: str) -> list[str]:
         """Returns the command on a host. Args: python: what Python is given; node: the host's place, or a variable."""
@@ -98,7 +104,8 @@ class _Job:
             if count > 1:
                 where = ["--nnodes", str(count), "--node-rank", node, "--master-addr", self._address()]
                 where += ["--master-port", str(self.port)]
-            run = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(self.per_host), *self.words]
+            run = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(self.per_host)]
+            run += [*(["--module"] if self.is_module else []), *self.words]
             made.append(self.on_node(run, node))
         return made
 
@@ -119,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         for command in job.commands:
             print(shlex.join(command))
         return
-    if not os.path.exists(job.words[0]):
+    if not job.is_module and not os.path.exists(job.words[0]):
         raise ConfigError(f"{job.words[0]!r} is no file here")
     if job.hosts and not options.no_check:
         _check(job)
@@ -166,6 +173,7 @@ def _job(options: argparse.Namespace) -> _Job:
         port=port,
         environment=dict.fromkeys(names, str(interface)) | {name: value for name, _, value in pairs},
         words=(str(given["script"]), *words, *options.arguments),
+        is_module=options.module,
     )
 
 
@@ -242,7 +250,7 @@ def _few(numbers: set[int]) -> str:
 
 def _check(job: _Job) -> None:
     """Compares the environments of all hosts. Raises: ConfigError that names what differs, and where."""
-    asked = [job.on_node(["-c", _CHECK, job.words[0]], node) for node in job.nodes]
+    asked = [job.on_node(["-c", _CHECK, "." if job.is_module else job.words[0]], node) for node in job.nodes]
     pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(one, stderr=subprocess.PIPE, **pipe) for one in asked]
     found = []
@@ -303,7 +311,8 @@ def _run_all(commands: Mapping[str, list[str]]) -> int:
 def _relay(host: str, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        print(f"{host}: {line.rstrip()}", flush=True)
+        sys.stdout.write(f"{host}: {line.rstrip()}\n")  # in one piece: print writes the end of the line by itself
+        sys.stdout.flush()
 
 
 def _said(command: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`fold3d`: looks at schedules, models and machines."""
+"""`fold3d`: plans, checks and launches trainings; draws schedules; shares GPUs among jobs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--measure", action="store_true", help="time the layers on this machine instead of assuming --tflops"
     )
     costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="bandwidth per process, each way; default 10")
-    costs.add_argument("--latency", type=float, metavar="US", help="latency of a message; default 50")
+    costs.add_argument("--latency", type=float, metavar="US", help="latency of a message, in us; default 50")
     costs.add_argument(
         "--copy-bandwidth", type=float, metavar="GB", help="GB/s between device and host memory, each way; default 25"
     )

@@ -32,11 +32,12 @@ class Due:
     """A job with a deadline. All times are in hours."""
 
     work: float
-    """That it takes on the machines, without a restart."""
+    """Hours of work on the machines, without restarts."""
     deadline: float
-    """From its start; infinite where there is none."""
+    """Hours from its start; infinite without one."""
     restart: float
-    """From the order of machines until the first new step, with the work since the last checkpoint, which is lost."""
+    """Hours from the request for machines until the first new step, with the work since the last checkpoint, which is
+    lost. At least a second."""
 
     def __post_init__(self) -> None:
         Field(self.work, "the work").number(above=0.0, unit="in hours")
@@ -46,7 +47,7 @@ class Due:
 
     @property
     def pace(self) -> float:
-        """Hours of work to be done in an hour for uniform progress."""
+        """Hours of work per hour for uniform progress."""
         return self.work / self.deadline
 
 
@@ -60,8 +61,9 @@ def decide(due: Due, where: Where, *, now: float, done: float, has_spot: bool, u
        Without it (greedy), it waits for spot machines until rule 2.
 
     Args:
-        now, done: hours since the start, and of the work.
-        has_spot: whether a spot machine can be had, or is still there.
+        now, done: hours since the start, and hours of work done.
+        has_spot: whether a spot machine is available, or still there.
+        uniform: whether rule 3 counts.
     """
     if where is Where.SPOT and has_spot:
         return where
@@ -81,12 +83,13 @@ class Market:
     """Spot machines as they come and go: up and down for times that are exponentially distributed."""
 
     price: float
-    """On demand, an hour."""
+    """Price of the machines for an hour, on demand."""
     spot: float
-    """The same of spot machines."""
+    """The same for spot machines."""
     up: float
-    """Hours on average."""
+    """Mean hours until a spot machine is lost."""
     down: float
+    """Mean hours until there is one again."""
 
     def __post_init__(self) -> None:
         for name in ("price", "spot", "up"):
@@ -96,15 +99,16 @@ class Market:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """What a policy made of many draws, on average."""
+    """Results of the rules, averaged over many draws."""
 
     dollars: float
+    """Cost, in the unit of the prices."""
     hours: float
-    """Until the end."""
+    """Hours until the end."""
     spot: float
-    """The part of the machine hours that were spot."""
+    """Part of the machine hours that were on spot machines."""
     late: float
-    """The part of the draws that missed the deadline."""
+    """Part of the draws that missed the deadline."""
 
 
 def mixture(due: Due, market: Market, *, uniform: bool = True, draws: int = 1000, seed: int = 0) -> Mixture:

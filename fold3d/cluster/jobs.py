@@ -1,4 +1,4 @@
-"""Jobs, the GPUs that they share, and allocations: which part of the time a job runs on which GPUs."""
+"""Jobs, the GPUs that they share, and allocations: what part of the time a job runs on which GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fold3d.errors import ConfigError
 
 
 class JobError(ConfigError):
-    """One of the jobs cannot be had; the others could go on without it."""
+    """One job cannot be placed or allocated; the others could go on without it."""
 
     def __init__(self, job: str, message: str) -> None:
         """Args:
@@ -27,10 +27,10 @@ class Option:
     """One way to run a job: so many GPUs of one kind."""
 
     kind: str
-    """Of the GPUs, such as a100."""
+    """Kind of GPU, such as a100."""
     gpus: int
     rate: float
-    """Work per second there (tokens, steps: the job's own unit); 0 where it does not fit."""
+    """Work per second there, in the job's own unit (tokens, steps); 0 if the job does not fit."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -46,19 +46,19 @@ class Job:
     name: str
     options: tuple[Option, ...]
     weight: float = 1.0
-    """Its share against those of others."""
+    """Its share relative to those of others."""
     group: str = ""
-    """Whose job it is, for `hierarchical`."""
+    """Name of its group, for the policy `hierarchical`."""
     arrived: float = 0.0
-    """Seconds since any fixed moment: who came first."""
+    """When it arrived, in seconds since a moment that is the same for all jobs."""
     work: float = math.inf
-    """What is left of it, in the unit of the rates; infinite where nobody has said it."""
+    """Work left, in the unit of the rates; infinite if it is not known."""
     deadline: float = math.inf
-    """Seconds from now."""
+    """Seconds from now; infinite without one."""
     elapsed: float = 0.0
     """Seconds since it arrived."""
     isolated: float = 0.0
-    """Seconds in which an equal share of the cluster would have done what is done."""
+    """Seconds in which an equal share of the cluster would have done the work done so far."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -74,7 +74,7 @@ class Kind:
     name: str
     gpus: int
     price: float = 0.0
-    """Of a GPU for an hour."""
+    """Price of one GPU for an hour, in any currency."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.price >= 0:
@@ -96,7 +96,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs of all kinds."""
         return sum(kind.gpus for kind in self.kinds)
 
     @classmethod
@@ -130,7 +130,7 @@ class Pair:
     kind: str
     gpus: int
     rates: tuple[float, float]
-    """Work per second of each, beside the other."""
+    """Work per second of each job, beside the other."""
 
 
 class Place(NamedTuple):
@@ -147,19 +147,19 @@ class Share:
 
     place: Place
     rates: tuple[float, ...]
-    """Work per second of each."""
+    """Work per second of each job."""
     time: float
-    """The part of all time, 0 to 1."""
+    """Part of all time, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a policy has decided."""
+    """The result of a policy."""
 
     shares: tuple[Share, ...]
-    """Without those of no time."""
+    """Shares with a time above 0."""
     late: tuple[str, ...] = ()
-    """Jobs whose deadlines cannot all be met, in the policy `cost`."""
+    """With the policy `cost`: names of jobs whose deadlines cannot all be met."""
 
     def rates(self) -> Mapping[str, float]:
         """Returns the work per second of each job on average (Gavel's effective throughput)."""
@@ -179,9 +179,9 @@ class Allocation:
 
 
 def average_rate(job: Job, cluster: Cluster) -> float:
-    """Returns the job's work per second on an average GPU of the cluster: rates per GPU, by how many there are.
+    """Returns the job's work per second on an average GPU of the cluster: the mean of its rates per GPU over all GPUs.
 
-    Where a kind can run it on several numbers of GPUs, the best rate per GPU counts. Divided by it, throughputs of all
+    If a kind can run it on several numbers of GPUs, the best rate per GPU counts. Divided by it, throughputs of all
     jobs have one unit, and a job on k GPUs gets k: Gavel's `throughput(m, X) / throughput(m, X_equal) * scale_factor`.
     """
     best = {kind.name: 0.0 for kind in cluster.kinds}
@@ -192,23 +192,23 @@ def average_rate(job: Job, cluster: Cluster) -> float:
 
 
 def isolated_rates(jobs: Sequence[Job], cluster: Cluster) -> list[float]:
-    """Returns each job's work per second with its part of every kind of GPU to itself, by weight: X_isolated of Gavel.
+    """Returns each job's work per second with its own part, by weight, of every kind of GPU: Gavel's X_isolated.
 
-    A job that cannot use so many GPUs runs all the time, over the kinds in proportion.
+    A job that cannot use so many GPUs runs all the time, on each kind in proportion to its GPUs.
     """
     weights = sum(job.weight for job in jobs)
     return [average_rate(job, cluster) * min(most_gpus(job), job.weight / weights * cluster.gpus) for job in jobs]
 
 
 def most_gpus(job: Job) -> int:
-    """Returns on how many GPUs the job runs at most; 0 where it runs nowhere."""
+    """Returns the largest number of GPUs on which the job runs; 0 if it runs nowhere."""
     return max((option.gpus for option in job.options if option.rate > 0), default=0)
 
 
 def blind(jobs: Sequence[Job], cluster: Cluster) -> list[Job]:
-    """Returns the jobs as a policy sees them that knows of no kinds: each rate is the mean over the kinds.
+    """Returns the jobs as a policy sees them that ignores kinds of GPU: each rate is the mean over the kinds.
 
-    It still knows where a job runs at all, and how it scales with the number of GPUs. With one kind nothing changes.
+    Where a job runs at all, and how it scales with the number of GPUs, is kept. With one kind nothing changes.
     """
     counts = {kind.name: kind.gpus for kind in cluster.kinds}
     seen: dict[tuple[Option, ...], tuple[Option, ...]] = {}

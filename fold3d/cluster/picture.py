@@ -18,11 +18,11 @@ _POINTS = 400
 
 
 def draw(reports: Mapping[str, Report], gpus: Mapping[str, int], path: Path) -> None:
-    """Writes a PNG with a curve for each report.
+    """Draws a curve for each report to a file, PNG, SVG or PDF by its suffix.
 
     Args:
-        reports: by what the legend calls them.
-        gpus: how many there are in all, by the same names.
+        reports: by their names in the legend.
+        gpus: GPUs of the simulated cluster, of all kinds together, by the same names.
 
     Raises: ConfigError if matplotlib is not installed or the file cannot be written.
     """
@@ -47,7 +47,7 @@ def draw(reports: Mapping[str, Report], gpus: Mapping[str, int], path: Path) -> 
     fair.axvline(1.0, color="#888888", lw=0.8, ls="--")
     fair.set(xlabel="time over that with an equal part (1: fair)", ylabel="jobs below, %", ylim=(0, 101))
     try:
-        figure.savefig(path, format="png")  # said, so that matplotlib does not write to another file, with a suffix
+        figure.savefig(path, format=path.suffix[1:])
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
 

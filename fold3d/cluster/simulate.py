@@ -23,18 +23,21 @@ _BY_TIME = ("finish_time", "makespan", "shortest", "cost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a job."""
+    """The result of one job."""
 
     name: str
     group: str
     arrived: float
-    """Seconds."""
+    """Seconds since the simulation began."""
     finished: float
+    """The same."""
     fairness: float
-    """Its time over that which it would have taken with an equal part of the cluster for itself, among those who
-    were there (Themis's finish-time fairness); 1 or less is fair."""
+    """Its time over the time that it would have taken alone with an equal part of the cluster, among the jobs that were
+    there (finish-time fairness, Themis); 1 or less is fair."""
     moves: int
+    """From one place to another, without the first start."""
     late: bool
+    """Whether it missed its deadline."""
 
     @property
     def seconds(self) -> float:
@@ -44,20 +47,20 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a simulation has shown."""
+    """The result of a simulation."""
 
     jobs: tuple[Outcome, ...]
-    """Those that were looked at."""
+    """The jobs that were asked about."""
     seconds: float
     """Until the last of these was done."""
     used: Mapping[str, float]
-    """The part of the time in which GPUs of each kind were somebody's."""
+    """Per kind of GPU, the part of the time in which GPUs were used."""
     cost: float
-    """Of the GPU time that was somebody's."""
+    """Of the GPU time that was used, in the unit of the prices."""
     moving: float
-    """The part of that in which jobs were saved and started."""
+    """Part of the used GPU time in which jobs were saved and started."""
     history: tuple[tuple[float, Mapping[str, int], int], ...]
-    """Of each round: when it began, GPUs of each kind that were used, how many jobs waited."""
+    """Per round: seconds at which it began, GPUs of each kind that were used, number of jobs that waited."""
 
     def mean_hours(self) -> float:
         """Returns the mean time from arrival to end, in hours."""
@@ -153,17 +156,17 @@ def simulate(
     *,
     looked_at: range | None = None,
 ) -> Report:
-    """Returns what the policy makes of the jobs.
+    """Returns the result of a policy for jobs that arrive over time, simulated round by round. Deterministic.
 
-    Policies know what is left of jobs, and their true rates, unless an arrival has predicted ones: then they are
-    measured in each round, and jobs are tried on kinds that they have not run on. Runs are deterministic.
+    Policies know the work left of each job, and its true rates. If an arrival has predicted rates, they know these,
+    corrected by what the running jobs measure in each round; jobs are tried on kinds that they have not run on.
 
     Args:
-        arrivals: in the order in which they come.
-        looked_at: of the arrivals, by number: the simulation ends when they are done, and the report is of them; all by
-            default.
+        arrivals: in the order in which they arrive.
+        rules: length of rounds, and what moves may cost. None: the defaults, and `fill` as the policy needs it.
+        looked_at: numbers of the arrivals whose end ends the simulation and which the report is about. None: all.
 
-    Raises: ConfigError for jobs that run nowhere, or a policy that lets jobs wait for ever; without scipy.
+    Raises: ConfigError for jobs that run nowhere, for a policy that lets jobs wait for ever, and without scipy.
     """
     run = _Run(arrivals, policy, cluster, rules or Rules(fill=policy.fills))
     return run.report(looked_at if looked_at is not None else range(len(arrivals)))

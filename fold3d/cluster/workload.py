@@ -21,24 +21,25 @@ MOST_HOURS = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A job that will come."""
+    """A job that will arrive."""
 
     name: str
     at: float
-    """Seconds."""
+    """When it arrives, in seconds since the beginning."""
     work: float
     """In the unit of the rates."""
     options: tuple[Option, ...]
     """Its true rates."""
     predicted: tuple[Option, ...] = ()
-    """What policies are told until they have measured; nothing where they know the true rates."""
+    """Rates that policies are told until others have been measured. Empty: they know the true rates."""
     weight: float = 1.0
     group: str = ""
     deadline: float = math.inf
-    """Seconds after it came."""
+    """Seconds after it arrived; infinite without one."""
     save_seconds: float = 0.0
+    """Seconds that a move takes to save the job."""
     start_seconds: float = 0.0
-    """A move costs both, the first start only this."""
+    """Seconds that a start takes, the first one and that of each move."""
 
     def __post_init__(self) -> None:
         possible = {(option.kind, option.gpus) for option in self.options if option.rate > 0}

@@ -55,40 +55,45 @@ _engines: WeakKeyDictionary[Module, weakref.ref[Engine]] = WeakKeyDictionary()
 
 
 class Engine(state.WholeState):
-    """Trains `model` as one of dp * tp * pp processes; every process makes the same calls in the same order.
+    """Trains `model` as one of dp * tp * pp processes. Every process makes the same calls in the same order.
 
-    The model's own forward runs on every rank, restricted to the layers the rank holds; the model object is cut in
-    place. A model with weights keeps them (replica 0's are used everywhere), each rank its share; a model built on the
-    meta device gets its weights by (seed, parameter name), or from `weights`, and is never whole on any rank.
+    The model's own forward runs on every rank, but only the rank's layers compute. The model object is cut in place. A
+    model with weights keeps them, each rank its share; all replicas take replica 0's. A model built on the meta device
+    gets weights from `weights`, or drawn from (seed, parameter name), and is never whole on any rank.
+
+    The model is cut in the constructor if `example` is a micro-batch or nothing needs to be recorded. Otherwise it is
+    cut by the first call that runs it.
 
     Args:
-        model: `forward(**micro_batch)` returns a loss: a tensor, or an object or dict with `loss`.
-        config: how the model is spread. With parallel="auto" the mesh is decided here, by `example`, which has as many
-            samples as a micro-batch may have; `engine.config` and `engine.topology` say what it is.
-        optimizer: makes the optimizer from a list of this rank's trainable parameters (never empty: a stage without
-            any gets a parameter of no elements); element-wise optimizers (SGD, Adam, AdamW ...) give the
-            single-process result. None: `run` and `evaluate` work, `step` does not.
-        max_grad_norm: clips to this global norm in `step`; None: no clipping.
-        scaler: scales gradients so that in fp16 they do not vanish; `step`, and in a loop of one's own
-            `scaler.step(optimizer)` and `scaler.update()`, leave the parameters alone on every rank when the gradients
-            of any rank are not finite. Its scale must be the same on all ranks. None: no scaling.
-        example: a micro-batch to record the model with, by argument name; a function that returns one, or None, is
-            asked where the model is needed before the first batch. None: the first batch records it; where it is needed
-            before, an example is made up for a HuggingFace model.
-        weights: folder with safetensors for a model on the meta device; None: the one that `empty_weights` has noted.
-        autocast: the context that `loss_fn` or the model's forward itself puts around the layers, such as
-            functools.partial(torch.autocast, "cpu", torch.bfloat16): the planner times layers in it.
-        device: where parameters live; None: this process's accelerator, or the CPU.
-        optimizer_like: where the optimizer is attached later, makes one like it, for the planner to try; None: AdamW.
-        compile_options: what torch.compile is given for each block, such as {"mode": "max-autotune"}, not with tp;
-            None: blocks are not compiled.
-        trained_later: returns names of parameters that may be trained although they are frozen when the model is cut,
-            such as an adapter that is not switched on; asked then. With several replicas others cannot be, later.
+        model: `forward(**micro_batch)` returns a loss: a scalar tensor, or an object or dict with `loss`.
+        config: how the model is spread. With parallel="auto" the constructor chooses the mesh, by running `example`,
+            which has as many samples as a micro-batch may have. `engine.config` and `engine.topology` have the choice.
+        optimizer: makes the optimizer from a list of this rank's trainable parameters. The list is never empty: a stage
+            without any gets a parameter of no elements. Element-wise optimizers (SGD, Adam, AdamW ...) give the result
+            of one process. None: `run` and `evaluate` work, `step` does not.
+        max_grad_norm: `step` clips the gradients to this global norm. None: no clipping.
+        scaler: scales the loss so that fp16 gradients do not vanish. If the gradients of any rank are not finite, the
+            parameters of all ranks stay as they are: in `step`, and in your own loop in `scaler.step(optimizer)` and
+            `scaler.update()`. Its scale must be the same on all ranks. None: no scaling.
+        example: a micro-batch by argument name, with which the model is recorded; or a function that returns one or
+            None, called if the model is needed before the first batch. None: the first batch records the model; if it
+            is needed earlier, fold3d makes up an example for a HuggingFace model.
+        weights: folder with safetensors files for a model on the meta device. None: the folder of `from_pretrained`
+            under `empty_weights`, if there is one.
+        autocast: makes the context in which `loss_fn`, or the model's forward, runs the layers, such as
+            functools.partial(torch.autocast, "cpu", torch.bfloat16). Only the planner uses it, to time layers.
+        device: of the parameters. None: this process's accelerator, or the CPU.
+        optimizer_like: makes an optimizer like the one that is attached later; the planner tries it. None: AdamW.
+        compile_options: arguments of torch.compile for each block, such as {"mode": "max-autotune"}; not with tp. None:
+            blocks are not compiled.
+        trained_later: returns the names of parameters that are frozen when the model is cut but may be trained later,
+            such as an adapter that is switched off. With several replicas no other frozen ones can be.
 
     A model has one engine: one that cuts a model which another has cut closes that.
 
-    Raises: ConfigError, TraceError before any process group is built; RankError from every method that runs the
-        model, on every rank, when any rank fails.
+    Raises: ConfigError for settings that cannot work, and TraceError for a model that cannot be cut, before any process
+        group is made if that can be told without running the model. RankError from every method that runs the model,
+        on every rank, when any rank fails.
     """
 
     def __init__(
@@ -147,11 +152,11 @@ class Engine(state.WholeState):
         self.optimizer: Optimizer | None = None
         self.step_index = 0
         self.setup_seconds = 0.0
-        """For how long the model was recorded, measured, planned for and cut so far."""
+        """Seconds in which the model was recorded, measured, planned for and cut so far."""
         self.planned_memory: int | None = None
-        """Bytes that the planner expects the fullest rank to need; None where it was not asked."""
+        """Bytes that the planner expects the fullest rank to need; None if nothing was planned."""
         self.on_build: list[Callable[[], None]] = []
-        """Called once the model has been cut, with no arguments."""
+        """Functions without arguments, called once the model has been cut."""
         self._make_optimizer = optimizer
         self._scaler = LossScaler.adopt(scaler) if scaler is not None and scaler.is_enabled() else None
         self._order = BuildRequest(
@@ -183,7 +188,7 @@ class Engine(state.WholeState):
     # Construction
 
     def _build(self, example: Mapping[str, Any] | None, first: First | None = None) -> LossRun | None:
-        """Returns the run of the first micro-batch's loss function, if it has begun."""
+        """Cuts the model. Returns the run of the first micro-batch's loss function, if it has begun."""
         self._take_model()
         begin = time.perf_counter()
         with self._supervisor.supervise("building the engine", meets=True), calls_allowed(self.model):  # even of parts
@@ -229,10 +234,10 @@ class Engine(state.WholeState):
         return rank
 
     def recover(self) -> None:
-        """Connects the ranks anew after a failure that was raised on all of them; all ranks call.
+        """Connects the ranks again after a failure that all of them raised; all ranks call.
 
-        Weights are as they were when it failed: those of before the step only if no optimizer had stepped yet. With
-        several ranks the optimizer is no longer attached, and what it had of a state is as the failure left it.
+        Weights are as the failure left them: those from before the step only if no optimizer had stepped yet. So is the
+        optimizer's state. With several ranks the optimizer is no longer attached. With one rank nothing happens.
 
         Raises: DistNetworkError when a rank does not come.
         """
@@ -279,17 +284,22 @@ class Engine(state.WholeState):
         return self._built(), None if begun is None else begun.for_the_step()
 
     def build(self) -> None:
-        """Cuts the model, if no step has done so, and runs what waits for it (`on_build`); all ranks call."""
+        """Cuts the model, if no call has done so, and calls the functions in `on_build`; all ranks call.
+
+        Raises: ConfigError without an `example` where none can be made up; TraceError for a model that cannot be cut.
+        """
         self._built()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer.step()` part of DP.sync: it returns at once, each layer is updated before its next forward.
+        """Makes `optimizer.step()` part of DP.sync: it returns at once, and each layer is updated before its next
+        forward. All ranks call.
 
-        For a training loop of one's own, which calls `run`, `grad_norm` or `clip_grad_norm`, `optimizer.step()` and
-        reads weights after `flush`. Gradients are then not in `.grad` (see `run`). One given to the constructor is
-        attached already. With one replica `optimizer.step()` stays as it is.
+        For your own loop, which calls `run`, `grad_norm` or `clip_grad_norm`, and `optimizer.step()`, and reads weights
+        after `flush`. Gradients are then not in `.grad` (see `run`). With one replica `optimizer.step()` stays as it
+        is. An optimizer that the constructor made is attached already.
 
-        Raises: ConfigError when dp_sync="zero1" or offload_optimizer cannot be with this optimizer or host.
+        Raises: ConfigError for a second optimizer, and when dp_sync="zero1" or offload_optimizer does not work with
+            this optimizer or host.
         """
         rank = self._built()
         if self.optimizer is not None:
@@ -306,7 +316,7 @@ class Engine(state.WholeState):
         if before is None or (before.schedule, before.group_size) != (strategy.schedule, strategy.group_size):
             self.programs = Programs.of(strategy)
 
-    # One's own loop, or a trainer's
+    # For your own loop, or a trainer's
 
     def run(
         self,
@@ -316,22 +326,24 @@ class Engine(state.WholeState):
         reads_weights: bool = True,
         reads_gradients: bool = False,
     ) -> torch.Tensor:
-        """Runs forward, backward and the gradient sums of one optimizer step; all ranks call.
+        """Runs forwards, backwards and gradient sums of one optimizer step; all ranks call.
 
-        Afterwards `.grad` of this rank's parameters is the mean over the replicas. An attached optimizer takes them
-        from elsewhere: reading `.grad` then raises ConfigError, unless `reads_gradients`. The global RNG is as before.
+        Afterwards `.grad` of this rank's parameters is the mean over the replicas. With an attached optimizer, and
+        several replicas or gradient_delay=1, gradients lie elsewhere: reading `.grad` then raises ConfigError, unless
+        `reads_gradients`. The state of torch's global random generators does not change.
 
         Args:
-            micro_batches: this replica's, the same on each of its ranks.
-            loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. Shares of a replica
-                add up to its loss; the global loss is the mean over the replicas. Runs once per micro-batch on every
-                rank; where the model's last chunk is on another one, the model call inside does not return.
-            reads_weights: whether `loss_fn` may read weights otherwise than by calling the model; False lets layers be
-                updated one by one while others compute.
-            reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which steps what it finds;
-                all ranks say the same, and all replicas make the same of them.
-        Returns: the replica's loss, scalar, on each of its ranks, in the dtype of the model's widest parameter (at
-            least fp32).
+            micro_batches: this replica's, the same on each of its ranks; tensors by argument name, of any shapes.
+            loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. The shares add up
+                to the replica's loss; the global loss is the mean over the replicas. Runs once per micro-batch on every
+                rank. On a rank without the model's last chunk the model call inside does not return.
+            reads_weights: whether `loss_fn` may read weights except by calling the model. With False layers are updated
+                one by one while others compute.
+            reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which then steps with what
+                is there. All ranks pass the same, and all replicas change the gradients in the same way.
+        Returns: the replica's loss, scalar, the same on each of its ranks, in the dtype of the model's widest parameter
+            (at least fp32).
+        Raises: ValueError without micro-batches; RankError on every rank when any rank fails.
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
@@ -353,37 +365,47 @@ class Engine(state.WholeState):
             self._follow(better)
 
     def grad_norm(self) -> torch.Tensor:
-        """Returns the exact global gradient norm, the same on every rank, on the engine's device; all ranks of the job
-        call. The host does not wait until it is there.
+        """Returns the exact global gradient norm (L2, over all parameters), scalar, the same on every rank, on the
+        engine's device. All ranks of the job call. On a GPU the host does not wait for it.
 
-        With a loss scaler gradients are unscaled first, if they are not yet, as `scaler.unscale_(optimizer)` does.
+        With a loss scaler gradients that are still scaled are unscaled first, as by `scaler.unscale_(optimizer)`.
         """
         step = self._built().step
         norm = None if self._scaler is None else self._scaler.unscaled_norm()
         return step.grad_norm() if norm is None else norm
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients to a global norm of at most `max_norm`; returns the norm before; all ranks call.
+        """Scales all gradients to a global norm of at most `max_norm`; all ranks of the job call.
 
-        With an optimizer attached they are scaled when it steps. With a loss scaler they are unscaled first.
+        Gradients of an attached optimizer are scaled when it steps. With a loss scaler they are unscaled first.
+
+        Returns: the norm before, as `grad_norm`.
         """
         norm = self.grad_norm()
         self._built().step.scale(gradients.clip_coefficient(norm, max_norm))
         return norm
 
     def flush(self) -> None:
-        """Brings this rank's parameters up to date, which `optimizer.step()` may have left to the next forward."""
+        """Completes the updates of this rank's parameters that `optimizer.step()` has left to the next forward.
+
+        Any rank may call it alone.
+        """
         if self._rank is None and not self._supervisor.progress.life.is_raised:  # as the user made them, or final
             return
         self._built().step.flush()
 
     def forward(self, batch: Inputs, fn: Callable[[Module, Inputs], Any]) -> Any:
-        """Returns fn(model, batch) without gradients, the last chunk's result on every rank of the replica.
+        """Returns, on every rank of the replica, what fn(model, batch) returns on the rank of the model's last chunk.
+        Computes no gradients.
+
+        All ranks of the replica call; if the model is not cut yet, all ranks of the job. Evaluation mode is the
+        caller's business.
 
         Args:
-            batch: any batch size, the same on each rank of the replica.
-            fn: runs once on every rank; where the model's last chunk is on another one, the model call inside does not
-                return. Its result may be any nesting of tensors and plain Python values.
+            batch: tensors by argument name, of any batch size, the same on each rank of the replica.
+            fn: runs once on every rank. On a rank without the model's last chunk the model call inside does not return.
+                Its result may be any nesting of tensors and plain Python values.
+        Raises: RankError, on every rank, when any rank fails.
         """
         check_batches([batch])
         rank, begun = self._begin(batch, fn, None)
@@ -394,12 +416,14 @@ class Engine(state.WholeState):
     def step(self, batch: Inputs) -> StepOutput:
         """Runs one optimizer step on this replica's batch; all ranks call.
 
-        With several replicas, layers are updated when their next forward begins: parameters read directly afterwards
-        (`model.parameters()`, an average of weights) are complete after `flush`.
+        With several replicas a layer is updated when its next forward begins: call `flush` before you read parameters
+        (`model.parameters()`, an average of weights).
 
         Args:
-            batch: tensors by argument name; dimension 0 is divided into config.micro_batches micro-batches.
+            batch: tensors by argument name. Dimension 0 of each is divided into config.micro_batches micro-batches.
                 Other values go to every micro-batch unchanged.
+        Raises: ConfigError without an optimizer; ValueError for a tensor whose dimension 0 does not divide; RankError,
+            on every rank, when any rank fails.
         """
         check_batches([batch])
         micro_batches = split_batch(batch, self.config.micro_batches)
@@ -412,7 +436,11 @@ class Engine(state.WholeState):
         return StepOutput(loss=mean, grad_norm=norm, make_breakdown=rank.step.breakdown_later())
 
     def evaluate(self, batch: Inputs) -> torch.Tensor:
-        """Returns the global batch's loss without gradients, in evaluation mode; any batch size; all ranks call."""
+        """Returns the loss of the global batch, scalar, without gradients, in evaluation mode; all ranks call.
+
+        Args:
+            batch: this replica's; tensors by argument name, of any batch size.
+        """
         check_batches([batch])
         was_training = self.model.training
         self.model.eval()
@@ -423,11 +451,11 @@ class Engine(state.WholeState):
             self.model.train(was_training)
 
     def breakdown(self) -> StepBreakdown:
-        """Returns where this rank's time went in the last `run`."""
+        """Returns where this rank's time went in the last `run`. Any rank may call it alone."""
         return self._built().step.breakdown_later()()
 
     def record_tp_sync(self, record: bool) -> None:
-        """Whether breakdowns have every exchange of TP.sync among their records from the next `run` on."""
+        """Sets whether breakdowns have every exchange of TP.sync among their records, from the next `run` on."""
         if self._rank is None:
             self.on_build.append(lambda: self.record_tp_sync(record))
         else:
@@ -441,20 +469,20 @@ class Engine(state.WholeState):
     # Failures
 
     def supervise(self, doing: str, *, meets: bool = False) -> AbstractContextManager[None]:
-        """Tells the other ranks when the body raises, so that they stop too; all ranks run it.
+        """Returns a context that tells the other ranks when its body raises, so that they stop too; all ranks run it.
 
         Args:
-            doing: completes "failed in ...".
-            meets: the body ends only when other ranks have come to the same point.
-        Raises: RankError when another rank failed or cannot be reached, else what the body raised. fold3d's own errors
-            pass untold, unless one rank may be the only one to raise them (`Fold3dError.is_everywhere`).
+            doing: completes the sentence "failed in ...".
+            meets: whether the body waits for the other ranks.
+        Raises: RankError when another rank has failed or cannot be reached, otherwise what the body raised. Errors of
+            fold3d that every rank raises by itself (`Fold3dError.is_everywhere`) are not sent.
         """
         return self._supervisor.supervise(doing, meets=meets)
 
     def meet(self, call: str) -> None:
-        """Waits until every rank has come to the same `call`, such as "trainer.save_model()".
+        """Waits until every rank has made the same `call`, such as "trainer.save_model()"; all ranks call.
 
-        Raises: RankError that names the call when a rank does not come within comm_timeout, or comes to another one.
+        Raises: RankError that names the call when a rank does not make it in time, or makes another one.
         """
         if self.topology.world == 1:
             return
@@ -465,10 +493,10 @@ class Engine(state.WholeState):
     # The end
 
     def close(self) -> None:
-        """Ends communication and gives the model its own forward back. Weights of other ranks stay on meta.
+        """Ends communication and gives the model its own forward back. Weights of other ranks stay on the meta device.
 
-        The engine cannot be used again, nor can the model by another one that needs those weights. A model with parts
-        of weights (tp > 1) cannot be called any more, except by another engine.
+        The engine cannot be used again. Another engine can use the model only if it needs no weights of other ranks. A
+        model with parts of weights (tp > 1) cannot be called any more, except by another engine.
         """
         self._supervisor.progress.life.close()
         rank, self._rank = self._rank, None
@@ -484,51 +512,51 @@ class Engine(state.WholeState):
 
     @property
     def is_built(self) -> bool:
-        """Whether the model has been recorded and cut; False after an engine is closed, too."""
+        """Whether the model has been recorded and cut; False after `close`."""
         return self._rank is not None
 
     @property
     def hooks(self) -> OptimizerHooks | None:
-        """The engine's at the attached optimizer's step; None where that is the optimizer's own."""
+        """The hooks by which an attached optimizer steps; None if it steps by itself."""
         return None if self._rank is None else self._rank.step.hooks
 
     @property
     def trace(self) -> Trace | None:
-        """What was recorded of the model; None for one that is not cut where that was of no use, or not possible."""
+        """What was recorded of the model; None if it is not cut and nothing had to be, or could be, recorded."""
         return self._built().cut.trace
 
     @property
     def strategy(self) -> Strategy:
-        """What was decided, by the user, by default or by the planner: the same on every rank. It changes between steps
-        when the planner, with measured times, finds another schedule or order of gathers that is faster."""
+        """All that was decided, by the user, by default or by the planner; the same on every rank. It changes between
+        steps when the planner finds, by measured times, a faster schedule or order of gathers (`retune`)."""
         self._built()
         assert self._strategy is not None
         return self._strategy
 
     @property
     def owned(self) -> dict[str, Parameter]:
-        """Parameters with storage on this rank, by canonical name."""
+        """Parameters that this rank holds, by the model's names; with tp > 1 this rank's parts of them."""
         return self._built().cut.parameters
 
     @property
     def parts(self) -> Parts:
-        """Which part of each of them this rank has; the others of its tensor-parallel group have the rest."""
+        """Which part of each parameter in `owned` this rank has; the tensor-parallel group has the rest."""
         return self._built().cut.parts
 
     @property
     def primary(self) -> set[str]:
-        """Names of the parameters this rank is responsible for: each of the model, or part of it, belongs to one rank
-        of a replica."""
+        """Names of the parameters that this rank saves and counts: of several ranks of a replica that hold the same
+        parameter, or part of it, one does."""
         return set(self._built().cut.primary())
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers this rank's stage is responsible for, by name."""
+        """Persistent buffers that this rank's stage saves, by name."""
         return state.own_buffers(self._built().cut)
 
     @property
     def world(self) -> WorldGroup:
-        """All ranks of the job, for what they exchange besides steps; all ranks must ask for it the first time."""
+        """All ranks of the job, for exchanges besides steps; all ranks must read it the first time."""
         if self._world is None:
             with self._supervisor.supervise("connecting the ranks", meets=True):
                 self._world = WorldGroup(self.topology, self.config.timeout_seconds, self._supervisor.progress)
@@ -536,13 +564,13 @@ class Engine(state.WholeState):
 
     @property
     def memory(self) -> MemoryWatch:
-        """What this rank has needed of memory, and what was planned."""
+        """The memory that this rank has needed, and that was planned."""
         return self._built().memory
 
     @property
     def groups(self) -> Groups:
-        """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, a process
-        group of torch's (None where there is one stage)."""
+        """The groups of this rank: `data`, the replicas of its stage; `pipeline`, the stages of its replica, one of
+        torch's process groups (None with one stage)."""
         return self._built().groups
 
 

@@ -147,10 +147,15 @@ class WholeState(ABC):
         """Brings this rank's parameters up to date."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights, optimizer state and step counter, by original names; all ranks call.
+        """Returns the whole model's weights ("model") and optimizer state ("optimizer"), by the model's own names, and
+        the number of steps ("step_index"); all ranks call.
 
-        The same on every rank, on the CPU, independent of dp, tp, pp and segments. Quantised weights, which are frozen,
-        are left out, and `load_state_dict` leaves them alone.
+        The same on every rank, on the CPU, independent of dp, tp, pp and segments: every rank needs memory for all of
+        it. Quantised weights, which are frozen, are left out, and `load_state_dict` leaves them alone. With
+        gradient_delay=1 it also has the gradients that wait for their update.
+
+        Raises: CheckpointError for an optimizer state that cannot be put together from parts; RankError when a rank
+            fails or does not call.
         """
         self.meet("engine.state_dict()")
         cut, world = self._built().cut, self.groups.world
@@ -171,8 +176,10 @@ class WholeState(ABC):
 
     @contextlib.contextmanager
     def whole_optimizer_state(self) -> Iterator[None]:
-        """Weights are up to date and the optimizer's state is whole on this rank in the body, which may change it, on
-        all replicas alike; all ranks run it."""
+        """A context in which weights are up to date and this rank has the whole optimizer state of its parameters.
+
+        The body may change the state, in the same way on all replicas. All ranks run it.
+        """
         sync = self._built().sync
         sync.collect_state()
         try:
@@ -182,8 +189,8 @@ class WholeState(ABC):
 
     @contextlib.contextmanager
     def own_optimizer_state(self) -> Iterator[list[tuple[Piece, dict[str, Any]]]]:
-        """Yields this replica's part of the optimizer's state of parameters that the replicas step in parts, by piece.
-        In the body weights are up to date, and the optimizer's own state, which is without these, may be read."""
+        """A context that yields this replica's part of the state of parameters that the replicas step in parts
+        (zero1), by piece. In it weights are up to date, and the optimizer's other state may be read."""
         self._built().sync.settle()
         keeper = self.keeps_pieces
         with contextlib.ExitStack() as stack:
@@ -191,13 +198,15 @@ class WholeState(ABC):
 
     @property
     def keeps_pieces(self) -> BucketwiseOptimizer | None:
-        """Who keeps the state of what the replicas step in parts; None where there is no optimizer, or one replica."""
+        """The optimizer of what the replicas step in parts; None without an optimizer, or with one replica."""
         return self._built().sync.keeps_pieces
 
     def load_state_dict(self, full: Mapping[str, Any]) -> None:
-        """Takes this rank's share of what `state_dict` returned, under any layout.
+        """Copies this rank's share of what `state_dict` returned, under any layout, into model and optimizer.
 
-        Raises: CheckpointError when names or shapes do not match; nothing has changed then.
+        All ranks call, with the same state.
+
+        Raises: CheckpointError, before anything has changed, when names or shapes do not match.
         """
         rank = self._built()
         late, settings = full.get("late_gradients", {}), full.get("late_settings")
@@ -216,11 +225,11 @@ class WholeState(ABC):
         self.step_index = int(full["step_index"])
 
     def late_gradients(self) -> tuple[Tensors, list[dict[str, Any]] | None]:
-        """Returns what gradient_delay=1 keeps for the next update: the mean gradients by name, of what this rank holds,
-        and the settings they are taken with, as JSON takes them; None where nothing is kept. All ranks call. Versions
-        of weights that later steps need are there, too, as "NAME@1" of one update ago, and so on.
+        """Returns what gradient_delay=1 keeps for later updates; all ranks call. The bits of later steps do not change.
 
-        No bit of what follows changes. The tensors are valid until the next step.
+        Returns: by name the mean gradients of the parameters that this rank holds, valid until the next step, and the
+            optimizer's settings for their update, as JSON takes them. `flush=False` adds versions of weights that later
+            steps need, as "NAME@1" of one update ago, and so on. ({}, None) if nothing is kept.
         """
         late, versions = self._late, self._versions
         waits = late is not None and late.settings is not None
@@ -237,13 +246,13 @@ class WholeState(ABC):
         settings: list[dict[str, Any]] | None = None,
         fill: Callable[[str, torch.Tensor], bool] = lambda name, gradient: False,
     ) -> None:
-        """Puts others in their place; all ranks call.
+        """Replaces what gradient_delay=1 keeps for later updates; all ranks call.
 
         Args:
-            settings: what `late_gradients` returned; None: nothing is kept any more.
-            fill: of a name that `late_gradients` returned and this rank's part of the tensor, which it fills; returns
-                whether there is one.
-        Raises: CheckpointError where some of the versions of weights are there that this rank needs, and some are not.
+            settings: as `late_gradients` returned them. None: nothing is kept any more.
+            fill: called with a name that `late_gradients` returned and this rank's tensor for it; fills the tensor and
+                returns whether there was anything to fill it with.
+        Raises: CheckpointError if some versions of weights that this rank needs are there and others are missing.
         """
         self.drain()
         if self._late is not None:
@@ -263,18 +272,20 @@ class WholeState(ABC):
             sync.forget_versions()
 
     def drain(self) -> None:
-        """Ends the backwards that `flush=False` has left to the next step; all ranks call. No bit of what follows
-        changes. Evaluations and what reads or writes the state call it by themselves."""
+        """Runs the backwards that `flush=False` has left to the next step; all ranks call.
+
+        The bits of later steps do not change. Evaluations, and methods that read or write the state, call it.
+        """
         if self.is_built:
             with self._supervisor.together("ending the last step"):
                 self._built().step.drain()
 
     def finish_updates(self, max_grad_norm: float | None = None) -> torch.Tensor | None:
-        """Takes the gradients that gradient_delay=1 keeps for the next step, at the end of training; all ranks call.
+        """Applies the gradients that gradient_delay=1 keeps for the next step; all ranks call, at the end of training.
 
         Args:
-            max_grad_norm: to which they are clipped; None: the engine's.
-        Returns: their norm before; None where nothing is kept.
+            max_grad_norm: global norm to which they are clipped. None: the engine's.
+        Returns: their norm before clipping, scalar; None if nothing was kept, or with PipeDream's weight_versions.
         """
         if not self.is_built:
             return None
@@ -292,7 +303,7 @@ class WholeState(ABC):
         return sync.late if isinstance(sync, DpSync) else None
 
     def resume_at(self, step_index: int) -> None:
-        """The next step is number `step_index`, from 0: masks of dropout go on from there."""
+        """Sets the number of the next step, from 0. Dropout masks depend on it."""
         self.step_index = step_index
 
 

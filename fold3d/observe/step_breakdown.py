@@ -28,59 +28,60 @@ TP_SYNC = "TP_SYNC"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBreakdown:
-    """One step on one rank; times in milliseconds, sizes in bytes."""
+    """Where the time of one step went on one rank. Times are in milliseconds, sizes in bytes."""
 
     step_ms: float
-    """From the first action to the end of the optimizer's step, as far as it is not left to the next forward; and what
-    whoever read weights before that forward waited for them."""
+    """From the first action to the end of the optimizer's step, without updates that are left to the next forward; with
+    the time in which a reader of weights waited for these before that forward."""
     compute_ms: float
-    """Forward and backward passes, without the waits inside; with those for TP.sync where nobody knows them."""
+    """Forward and backward passes, without the waits inside. Where waits for TP.sync are not known, with these."""
     bubble_ms: float
-    """Waiting for other stages while nothing was on its way here, also in small exchanges (loss, norm)."""
+    """Waiting for other stages while no message was arriving, also in small exchanges (loss, norm)."""
     exposed_pp_ms: float
-    """Waiting for activations or gradients that were arriving."""
+    """Waiting for activations or their gradients that were arriving."""
     hidden_pp_ms: float
-    """Activations and gradients that arrived while the rank computed."""
+    """Activations and their gradients arriving while the rank computed."""
     exposed_dp_ms: float
-    """Waiting for DP.sync: sums after the last backward, parameters before a layer's forward; small exchanges while
-    sums are under way."""
+    """Waiting for DP.sync: for sums after the last backward, for parameters before a layer's forward, and in small
+    exchanges while sums were under way."""
     hidden_dp_ms: float
     """DP.sync under way while the rank computed."""
     exposed_tp_ms: float | None
-    """Waiting for TP.sync in forward and backward passes, for ranks of the group that are late, too. None where nobody
-    knows: without tensor parallelism, and on GPUs, where no host waits for it."""
+    """Waiting for TP.sync in forward and backward passes, also for late ranks of the group. None without tensor
+    parallelism, and on GPUs, where the host does not wait for it."""
     hidden_tp_ms: float | None
-    """TP.sync under way while the rank waited for none: with `tp_overlap`, one half's under the other's computation."""
+    """TP.sync under way while the rank waited for none, such as one half's under the other's computation. None as for
+    exposed_tp_ms."""
     preemptions: int
-    """Slices of DP.sync that waited for a message of PP.sync."""
+    """Number of slices of DP.sync that waited for a message of PP.sync."""
     pp_delayed_ms: float
-    """By which slices of DP.sync that were under way held up messages of PP.sync, all messages together. 0.0 on GPUs:
-    for how long NCCL's collectives send, and for how long they wait for another replica, nobody knows apart."""
+    """By how much slices of DP.sync delayed messages of PP.sync, all messages together. 0.0 on GPUs, where the time in
+    which NCCL's collectives send cannot be told from the time in which they wait for another replica."""
     dp_held_ms: float
-    """For how long slices of DP.sync were held back for messages: sending time that DP.sync lost, both rings and
-    directions together."""
+    """How long slices of DP.sync were held back for messages: sending time that DP.sync lost, both rings and directions
+    together."""
     exposed_offload_ms: float
-    """Waiting for stashes to come back from the pool, or for the way there."""
+    """Waiting for stashes to come back from the pool, or to leave for it."""
     hidden_offload_ms: float
     """Copies to the pool and back while the rank computed, both directions together."""
     offload_bytes: int
-    """Copied to the pool; as many come back."""
+    """Bytes copied to the pool; as many come back."""
     stashes_peak_bytes: int
-    """The most that stashes which move had on the device at once, of those on their way out and back, too."""
+    """Most bytes that offloaded stashes had on the device at once, including those on their way out and back."""
     pool_peak_bytes: int
-    """The most that was in the pool at once."""
+    """Most bytes that were in the pool at once."""
     pp_bytes: int
-    """Sent to other stages."""
+    """Bytes sent to other stages."""
     dp_bytes: int
-    """Sent to other replicas."""
+    """Bytes sent to other replicas."""
     tp_bytes: int
-    """Sent to other ranks of the tensor-parallel group."""
+    """Bytes sent to other ranks of the tensor-parallel group."""
     predicted_ms: float | None
-    """What the simulator says the step takes; None where nothing was measured to feed it."""
+    """The simulator's prediction of the step; None if nothing was measured for it."""
     predicted: RankBreakdown | None
-    """And where it says that this rank's time goes."""
+    """Its prediction of where this rank's time goes; None as for predicted_ms."""
     records: tuple[RawRecord, ...]
-    """Everything that was recorded, for the timeline. DP.sync of the step before may end in this one."""
+    """All records of the step, for the timeline. DP.sync of the step before may end in this one."""
 
     def lasting(self, step_ms: float) -> StepBreakdown:
         """Returns the breakdown of a step that took longer than its actions: its batches were loaded before. So is the
@@ -90,12 +91,14 @@ class StepBreakdown:
         return replace(self, step_ms=self.step_ms + more, predicted_ms=predicted)
 
     def log(self, *, dp: int, pp: int, tp: int = 1) -> dict[str, float]:
-        """Returns the numbers worth logging, rounded to a tenth; what cannot be with so few replicas, stages or shards
-        is left out.
+        """Returns the numbers that the Trainer logs, by log key (docs/log-keys.md), rounded to a tenth. Keys that a
+        layout cannot have are left out.
 
-        compute, tp_exposed, bubble, pp_exposed, dp_exposed, offload_exposed and other add up to step_ms exactly;
-        other_ms is what is in none of the others: loss, norm, an optimizer that steps by itself, and what Python does
-        between actions.
+        compute, tp_exposed, bubble, pp_exposed, dp_exposed, offload_exposed and other add up to step_ms exactly. other
+        is the rest: loss, norm, an optimizer that steps by itself, and Python between actions.
+
+        Args:
+            dp, pp, tp: numbers of replicas, stages and ranks of a tensor-parallel group.
         """
         parts = {"compute_ms": self.compute_ms}
         beside: dict[str, float] = {}

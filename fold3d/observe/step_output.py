@@ -18,17 +18,12 @@ class StepOutput:
     loss: torch.Tensor
     """Loss of the global batch, scalar."""
     grad_norm: torch.Tensor
-    """Global gradient norm before clipping, scalar, on the engine's device: reading it there waits for the step's
-    kernels. With gradient_delay=1 that of the gradients that the step has taken, those of the step before."""
+    """Global gradient norm before clipping, scalar, on the engine's device; reading its value waits for the step's
+    kernels. With gradient_delay=1 it is that of the gradients that the step applied, those of the step before."""
     make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
     """Makes `breakdown`."""
 
     @cached_property
     def breakdown(self) -> StepBreakdown:
-        """Where this rank's time went. Put together when it is first read: between steps the CPU has better to do."""
+        """Where this rank's time went. Computed when it is first read, which costs CPU time between steps."""
         return self.make_breakdown()
-
-    @property
-    def account(self) -> StepBreakdown:
-        """`breakdown`, by its former name."""
-        return self.breakdown

@@ -26,32 +26,39 @@ _MOST_BUCKETS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """How a model is trained; the same on every rank. `parse(str(strategy)) == strategy`."""
+    """All decisions about a run: mesh, cut, schedule and DP.sync. The same on every rank.
+
+    `str(strategy)` is the text form that `fold3d plan` prints and the setting `strategy` takes;
+    `parse(str(strategy)) == strategy`.
+
+    Raises: ConfigError for values that contradict each other.
+    """
 
     dp: int
     """Replicas."""
     pp: int
     """Stages."""
     tp: int = 1
-    """Ranks that share the weights of a stage of a replica."""
+    """Ranks of a tensor-parallel group."""
     micro_batches: int
-    """Per step and replica."""
+    """Micro-batches per step and replica."""
     ranges: Ranges
-    """Of all chunks, in order; ((0, 0),) where nothing is known of the model's blocks."""
+    """Blocks [first, end) of each chunk, from the model's first chunk to its last; ((0, 0),) if no blocks are known."""
     schedule: str
-    """Name, or path of a CSV file."""
+    """Name of a schedule, or path of a CSV file."""
     group_size: int | None = None
-    """N, only with schedules that use it."""
+    """N. None: the schedule does not use it, or uses its default."""
     dp_sync: str = "early"
-    """One of DP_SYNC for all buckets, or "mixed"."""
+    """"early", "zero1" or "serial" for all buckets, or "mixed"."""
     modes: Modes = ()
-    """With "mixed": "early" or "zero1" of each bucket."""
+    """With "mixed": per stage, "early" or "zero1" of each bucket, in the order of the forward pass. Else empty."""
     gather_order: Orders = ()
-    """None: in the order of the forward pass."""
+    """Per stage, the numbers of its early buckets in the order of their gathers. Empty: the order of the forward
+    pass."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """Least bytes of a bucket, for cut_buckets."""
+    """Least bytes of a bucket; 0: a bucket per layer."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Of the knobs without a field here: name and text form of the value, in the order of the registry."""
+    """Other settings, such as recompute and offload: name and value as text, in the order of the planner's list."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "micro_batches", "group_size", "bucket_bytes"):
@@ -76,25 +83,33 @@ class Strategy:
 
     @property
     def segments(self) -> int:
-        """Segments of the model."""
+        """Number of segments of the model."""
         return num_segments(len(self.ranges), self.pp)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the whole model: segments * pp."""
+        """Number of chunks of the whole model: segments * pp."""
         return len(self.ranges)
 
     @property
     def name(self) -> str:
-        """In words, as the planner's table calls it."""
+        """The strategy in words, as in the planner's table."""
         return name_of(self.segments, self.schedule, self.group_size, self.dp_sync if self.dp > 1 else None)
 
     def modes_of(self, stage: int, buckets: int) -> tuple[str, ...]:
-        """Returns the way of each of a stage's buckets."""
+        """Returns the way of DP.sync of each of a stage's buckets.
+
+        Args:
+            buckets: their number.
+        """
         return self.modes[stage] if self.modes else (self.dp_sync,) * buckets
 
     def gathers_of(self, stage: int, buckets: int) -> tuple[int, ...]:
-        """Returns a stage's early buckets in the order of their gathers."""
+        """Returns the numbers of a stage's early buckets in the order of their gathers.
+
+        Args:
+            buckets: number of the stage's buckets.
+        """
         if self.gather_order:
             return self.gather_order[stage]
         return tuple(number for number, mode in enumerate(self.modes_of(stage, buckets)) if mode == "early")
@@ -122,7 +137,7 @@ class Strategy:
 def parse(text: str) -> Strategy:
     """Returns the strategy with this text form. Raises: ConfigError naming the word that is wrong.
 
-    What follows `bucket_bytes` are settings of knobs, which this file does not know: `space.registry.check` does.
+    Settings after `bucket_bytes` are not checked here; `plan.space.registry.check` does that.
     """
     try:
         given = shlex.split(text)

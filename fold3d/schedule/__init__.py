@@ -1,4 +1,5 @@
-"""Schedules as data: generate, read, write, check, time and draw them; thin over fold3d._C."""
+"""Schedules as data: generate, read, write, check, time and draw them. Needs no device and no process group; all of it
+is deterministic. The work is done in C++ (fold3d._C)."""
 
 import torch  # noqa: F401  loads the libraries that _C is linked with
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 FORWARD_COST = 1
 BACKWARD_COST = 2
 """Drawn lengths: a backward takes about twice its forward. I and W take half a backward each."""
+_LETTERS = 11
+"""Of a title, per inch of the picture."""
 
 
 def timeline(schedule: Schedule) -> Timeline:
@@ -29,7 +32,7 @@ def summary(schedule: Schedule) -> str:
     return (
         f"pp={schedule.pp} segments={schedule.segments} m={schedule.micro_batches}: {drawn.makespan:g} units "
         f"(F=1, B=2), bubble {100 * drawn.bubble:.1f} % of the compute time, "
-        f"at most {max(stash)} stashed activations on a rank ({', '.join(map(str, stash))})"
+        f"at most {max(stash)} stashed activations on a stage ({', '.join(map(str, stash))})"
     )
 
 
@@ -99,7 +102,8 @@ def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title("\n".join(line for line in (title, summary(schedule)) if line), fontsize=9, loc="left")
+    lines = [line for said in (title, summary(schedule)) for line in textwrap.wrap(said, int(_LETTERS * size[0]))]
+    axes.set_title("\n".join(lines), fontsize=9, loc="left")
     _legend(axes, schedule)
     try:
         figure.savefig(path)

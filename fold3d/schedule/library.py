@@ -23,7 +23,7 @@ def _config_errors() -> Iterator[None]:
 
 
 def registry() -> list[_C.SchedulerInfo]:
-    """Returns every schedule with its name, help text and which parameters it uses."""
+    """Returns an entry for every schedule: its name, help text, and the parameters that it uses."""
     return _C.registry()
 
 
@@ -33,8 +33,8 @@ def names() -> list[str]:
 
 
 def only_segments(name: str) -> int | None:
-    """Returns the one number of segments that a registered schedule can have, None where any will do; 1 for a name that
-    nobody knows."""
+    """Returns the one number of segments that a registered schedule can have, None if it can have any; 1 for an unknown
+    name."""
     return next((info.segments or (None if info.uses_segments else 1) for info in registry() if info.name == name), 1)
 
 
@@ -42,7 +42,7 @@ def style_of(name: str) -> str:
     """Returns on which stages the chunks of a schedule live, "loop" or "v".
 
     Args:
-        name: of a schedule, or path of a CSV file; what is neither is "loop".
+        name: of a schedule, or path of a CSV file. Anything else is "loop".
     Raises: ConfigError if the file cannot be read.
     """
     if name.endswith(".csv"):
@@ -65,10 +65,11 @@ def generate(
         name: one of `names()`.
         pp: stages.
         segments: consecutive parts of the model, each of pp chunks. On which stage they live is the schedule's `style`.
-        micro_batches: m per step and pipeline; any number, also fewer than pp.
-        group_size: N, micro-batches that pass a segment before the next starts; None is the default.
-        turn: "all" or "1f1b", how the last segment turns around; None is the default.
-    Raises: ConfigError for an unknown name, a size below 1 or a parameter that the schedule does not use.
+        micro_batches: m per step and replica; any number, also fewer than pp.
+        group_size: N, micro-batches that pass a segment before the next starts. None: the schedule's default.
+        turn: "all" or "1f1b", how the last segment turns from forwards to backwards. None: the schedule's default.
+    Raises: ConfigError for an unknown name, a size below 1, a parameter that the schedule does not use, or more than
+        10^7 forwards in a step.
     """
     check_group_size(group_size)
     if pp * segments * micro_batches > _MOST_FORWARDS and min(pp, segments, micro_batches) > 0:
@@ -102,12 +103,10 @@ def forward_only(pp: int, segments: int, micro_batches: int = 1, style: str = LO
 
 
 def shortened(schedule: _C.Schedule, micro_batches: int) -> _C.Schedule:
-    """Returns the schedule of a step with fewer micro-batches: the actions of those that are missing are left out.
-
-    What is left keeps its order, so that it waits for nothing that it did not wait for before.
+    """Returns the schedule of a step with fewer micro-batches: the same order without the actions of the others.
 
     Args:
-        micro_batches: 1 to those of `schedule`.
+        micro_batches: from 1 to that of `schedule`.
     """
     ranks = [[action for action in rank if action.micro_batch < micro_batches] for rank in schedule.ranks]
     return _C.Schedule(schedule.pp, schedule.segments, micro_batches, ranks, schedule.style)
@@ -125,16 +124,17 @@ def lower(
     """Returns the schedule with SEND and RECV, and if `reduce` REDUCE_GRAD after each chunk's last backward.
 
     Args:
-        recompute: of every chunk whether it keeps no graph between forward and backward: RECOMPUTE makes it again.
-            Where a backward follows its own forward the graph stays. Empty: no chunk.
-        offload: of every chunk whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
-            first use, unless that comes soon. Empty: no chunk. Where one does, what a chunk takes from another one, and
-            does not use soon, waits in the pool, too: OFFLOAD_F after the forward that made it on the same rank,
-            PREFETCH_F before its use; OFFLOAD_B, PREFETCH_B for gradients. What a message brings lands in the pool
-            (Fold3D V-C).
-        offload_share: of the micro-batches for which they do, spread evenly over them, in (0, 1].
-        prefetch_distance: compute actions of the rank that a stash comes back ahead of its use; two, since copies the
-            other way may be in its way.
+        reduce: whether to add REDUCE_GRAD, for several replicas.
+        recompute: per chunk, whether it keeps no graph between forward and backward, so that RECOMPUTE runs its forward
+            again. If a backward directly follows its forward the graph stays. Empty: no chunk.
+        offload: per chunk, whether its stashes leave the device: OFFLOAD after their forward, PREFETCH before their
+            first use, unless that comes soon. Empty: no chunk. If any chunk does, activations that wait for another
+            chunk are in the pool as well: OFFLOAD_F after the forward that made them on the same rank, PREFETCH_F
+            before their use; OFFLOAD_B and PREFETCH_B for gradients. Messages are received into the pool (Fold3D, Li et
+            al. 2023, V-C).
+        offload_share: part of the micro-batches whose stashes leave, spread evenly over them, in (0, 1].
+        prefetch_distance: how many compute actions of the rank before its use a stash comes back. The default is two
+            because copies in the other direction may be in its way.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
     with _config_errors():
@@ -143,25 +143,25 @@ def lower(
 
 
 def without_flush(name: str, *, pp: int, micro_batches: int) -> tuple[_C.Schedule, _C.Schedule, _C.Schedule]:
-    """Returns what the ranks run of steps that follow each other without a flush (PipeDream-2BW), lowered and proven.
+    """Returns the schedules of steps without a flush between them (PipeDream-2BW), lowered and validated.
 
     Args:
         name: "1f1b".
         micro_batches: of each step, at least pp.
-    Returns: the list of the step after a drain; of every other step, where a backward that stands before its forward is
-        left of the step before; and of what is left at the end.
-    Raises: ConfigError where a schedule cannot be had so.
+    Returns: the schedule of a step after a drain; of every other step, in which a backward before its own forward is of
+        the step before; and of the drain.
+    Raises: ConfigError for another schedule, or fewer micro-batches.
     """
     with _config_errors():
         return _C.without_flush(name, pp, 1, micro_batches)
 
 
 def by_micro_batch(pp: int, steps: int) -> list[_C.Schedule]:
-    """Returns what the ranks run of `steps` steps of one micro-batch each that follow each other without a flush, an
-    update after each (PipeDream), lowered and proven: a list for each step, and pp - 1 for what is left at the end.
+    """Returns the schedules of `steps` steps of one micro-batch each, without a flush and with an update after each
+    (PipeDream), lowered and validated: one for each step, and pp - 1 for the drain.
 
-    Micro-batches are numbered modulo pp. A step has the backward of the micro-batch pp - 1 - stage before, if there is
-    one.
+    Micro-batches are numbered modulo pp. On a stage a step has the backward of the micro-batch pp - 1 - stage steps
+    before, if there is one.
     """
     with _config_errors():
         return _C.by_micro_batch(pp, steps)
@@ -175,12 +175,12 @@ def validate_room(
     stash_bytes: Sequence[int] = (),
     sent_bytes: Sequence[int] = (),
 ) -> None:
-    """Proves that what forwards stash has room on each rank's device, and in its pool, at every moment of the schedule.
+    """Proves that stashes fit on each rank's device, and into its pool, at every moment of the schedule.
 
     Args:
-        device, pool: bytes, or numbers of stashes without `stash_bytes`; None: any.
-        stash_bytes: of a stash of each chunk.
-        sent_bytes: what each chunk hands to the next for a micro-batch, and gets back; empty: not counted.
+        device, pool: their sizes in bytes, or in numbers of stashes without `stash_bytes`. None: no limit.
+        stash_bytes: bytes of a stash, per chunk.
+        sent_bytes: bytes that each chunk sends to the next for a micro-batch, and gets back. Empty: not counted.
     Raises: ConfigError, which names the rank, what it needs and what there is.
     """
     with _config_errors():

@@ -63,15 +63,18 @@ def of_config(name: str) -> Any:
 
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
-    """`transformers.TrainingArguments` with data-, tensor- and pipeline-parallel layout.
+    """`transformers.TrainingArguments` and fold3d's settings: the layout, memory, communication and checkpoints.
 
-    A micro-batch is `per_device_train_batch_size` samples, an optimizer step has `gradient_accumulation_steps`
-    micro-batches per replica: batch arithmetic is the stock Trainer's with dp in the place of the world size. With
-    `global_batch_size` gradient_accumulation_steps follows. With parallel="auto" the Trainer decides dp, tp, pp and
-    both when it is constructed, and writes them here.
+    A micro-batch is `per_device_train_batch_size` samples, and an optimizer step has `gradient_accumulation_steps`
+    micro-batches per replica: the stock Trainer's batch arithmetic with dp in the place of the number of processes.
+    `global_batch_size` sets gradient_accumulation_steps. With parallel="auto" the Trainer's constructor chooses dp, tp,
+    pp, per_device_train_batch_size and gradient_accumulation_steps, and writes them here.
 
-    Raises: ConfigError, before any process group is built, for values that cannot work, arguments that would have no
-        effect, and stock arguments that fold3d does not carry out.
+    Every process makes its own, with the same values. As in the stock class, making it initialises torch's process
+    group if there are several processes.
+
+    Raises: ConfigError, before any process group is made, for values that cannot work, arguments without effect, and
+        stock arguments that fold3d does not support (docs/compatibility.md).
     """
 
     parallel: str | None = of_config("parallel")
@@ -118,8 +121,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={
             "help": "For a model built on the meta device: the folder with its safetensors, or random, which draws "
-            "values from seed and parameter name. Default: those that empty_weights has noted, or of the checkpoint "
-            "that is resumed."
+            "values from seed and parameter name. Default: the folder of from_pretrained under empty_weights, or the "
+            "checkpoint that is resumed."
         },
     )
 
@@ -353,7 +356,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def mesh(self) -> Decision | None:
-        """What parallel="auto" stands for, once the Trainer has decided it."""
+        """The choice of parallel="auto", once the Trainer has made it."""
         return vars(self).get("_mesh")
 
     @property
@@ -366,7 +369,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def layout(self) -> ParallelConfig:
-        """The layout, for the Engine."""
+        """The layout as the Engine takes it. Raises: ConfigError for settings that cannot work."""
         shared: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         if not self._is_open:
             shared |= {"parallel": None, "global_batch_size": None}  # gradient_accumulation_steps says it

@@ -15,9 +15,10 @@ from fold3d.trainer.trainer import Trainer
 
 @functools.cache
 def trainer_class(base: type[transformers.Trainer]) -> type[Any]:
-    """Returns `base` with fold3d's Trainer in the place of transformers': what it overrides, it overrides there.
+    """Returns a class like `base` that derives from `fold3d.Trainer` in the place of `transformers.Trainer`.
 
-    Takes the arguments of `base`; `args` are of `arguments_class` of the arguments it takes.
+    Its constructor takes the arguments of `base`; `args` must be of `arguments_class(...)` of the library's class of
+    arguments. Methods that `base` overrides, it overrides in fold3d's Trainer.
 
     Args:
         base: a class derived from transformers.Trainer, such as trl.SFTTrainer.
@@ -29,7 +30,7 @@ def trainer_class(base: type[transformers.Trainer]) -> type[Any]:
 
 @functools.cache
 def arguments_class(base: type[transformers.TrainingArguments]) -> type[Any]:
-    """Returns the dataclass `base` with fold3d's settings: its fields and defaults, and `dp`, `pp`, `tp` and so on.
+    """Returns a dataclass with the fields and defaults of `base` and fold3d's settings (`dp`, `pp`, `tp` ...).
 
     Args:
         base: a dataclass derived from transformers.TrainingArguments, such as trl.SFTConfig.
@@ -57,6 +58,6 @@ def _new_arguments(base: Any) -> Any:
 
 
 Seq2SeqTrainer = trainer_class(transformers.Seq2SeqTrainer)
-"""transformers.Seq2SeqTrainer on fold3d's Trainer."""
+"""`trainer_class(transformers.Seq2SeqTrainer)`."""
 Seq2SeqTrainingArguments = arguments_class(transformers.Seq2SeqTrainingArguments)
-"""transformers.Seq2SeqTrainingArguments with fold3d's settings."""
+"""`arguments_class(transformers.Seq2SeqTrainingArguments)`."""

@@ -171,7 +171,8 @@ class EvaluatingTrainer(CheckpointingTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Evaluates one batch through all chunks; returns loss, logits and labels on every rank."""
+        """Evaluates one batch through all chunks; returns loss, logits and labels on every rank of the replica, as the
+        stock Trainer's. All ranks call."""
         inputs = self._prepare_inputs(inputs)
         stock = super().prediction_step
         # Counting labels talks to the other replicas, which happens outside of the engine's step.
@@ -225,7 +226,10 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return not self._computes_loss_otherwise() and self.label_smoother is None and self.args.tp == 1
 
     def evaluate(self, *args: Any, **named: Any) -> Any:
-        """Evaluates; the same arguments and result as the stock Trainer's. Every process calls."""
+        """Evaluates; arguments and result are those of the stock Trainer. Every process calls and gets the same result.
+
+        Raises: RankError on every process when one fails or does not call.
+        """
         if self.engine.is_built:
             self.engine.meet("trainer.evaluate()")
         return super().evaluate(*args, **named)
@@ -238,7 +242,10 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return output
 
     def predict(self, *args: Any, **named: Any) -> Any:
-        """Predicts; the same arguments and result as the stock Trainer's. Every process calls."""
+        """Predicts; arguments and result are those of the stock Trainer. Every process calls and gets the same result.
+
+        Raises: RankError on every process when one fails or does not call.
+        """
         if self.engine.is_built:
             self.engine.meet("trainer.predict()")
         output = super().predict(*args, **named)
@@ -246,11 +253,11 @@ class EvaluatingTrainer(CheckpointingTrainer):
         return output
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """Returns what `model.generate(*args, **options)` would in one process, on any layout. Every process calls.
+        """Returns the tokens that `model.generate(*args, **options)` returns in one process, on any layout.
 
-        The processes of a replica pass the same arguments, get the same result and, when sampling, draw from the
-        generator of the replica's first process. A model that is cut generates without a cache: every token costs a
-        forward of all tokens before it.
+        Every process calls. Those of a replica pass the same arguments and get the same result; replicas may differ.
+        Sampling draws from the generator of the replica's first process. A model that is cut generates without a cache:
+        every token costs a forward of all tokens before it.
 
         Raises: ConfigError for a model without transformers' `generate`, or with one of its own that is cut.
         """

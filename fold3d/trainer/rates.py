@@ -21,16 +21,20 @@ _LOGS = 64
 
 
 class RatesCallback(TrainerCallback):
-    """Writes `rates.json` into `output_dir` at each log: tokens per second on these GPUs, what is done and left of the
-    tokens, seconds of a save and of a start. Give it to the Trainer as one of its `callbacks`; process 0 writes.
+    """Writes `rates.json` into `output_dir` at each log and save: tokens per second on these GPUs, tokens done and
+    left, seconds of a save and of a start. `fold3d cluster` and `fold3d cost` read it.
 
-    What older runs have measured on other GPUs stays in the file. The first log of a run is left out: it has the start.
+    Give it to the Trainer in `callbacks`, on every process; process 0 writes. Rates that earlier runs measured on other
+    GPUs stay in the file. The first log of a run does not count, because it includes the start.
+
+    Args:
+        kind: name of the kind of GPU, as in `fold3d cluster` and the file of prices. None: the kind on which
+            `fold3d cluster` started the job (FOLD3D_KIND), otherwise the device's own name.
+
+    Raises: ConfigError, when training begins, for a `rates.json` that is no such file.
     """
 
     def __init__(self, kind: str | None = None) -> None:
-        """Args:
-        kind: of the GPUs. Default: what `fold3d cluster` started the job on, else the device's own name.
-        """
         self._kind = kind or os.environ.get("FOLD3D_KIND") or _device_name()
         self._gpus = int(os.environ.get("FOLD3D_GPUS", 0))
         self._rates: list[float] = []

@@ -137,7 +137,15 @@ class CheckpointingTrainer(transformers.Trainer):
     # Saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves weights, configuration and processing class so that `from_pretrained` loads them; all ranks call."""
+        """Saves weights, configuration and processing class so that `from_pretrained` loads them; every process calls.
+
+        Each process writes its part of the weights, under the model's own names, whatever the layout.
+
+        Args:
+            output_dir: None: the one of `args`.
+        Raises: when a process cannot write, its own error there, and on the others CheckpointError, which names it;
+            RankError when a process does not call.
+        """
         output_dir = output_dir or str(self.args.output_dir)
         if not _internal_call:
             self.engine.meet("trainer.save_model()")
@@ -161,7 +169,8 @@ class CheckpointingTrainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def push_to_hub(self, *args: Any, **named: Any) -> Any:
-        """Uploads what `save_model` writes; arguments and result as the stock Trainer's. Every process calls."""
+        """Uploads what `save_model` writes; arguments and result are those of the stock Trainer. Every process calls,
+        and process 0 uploads."""
         self.engine.meet("trainer.push_to_hub()")
         self.engine.flush()  # for on_push_begin
         self._pushes = True

@@ -79,11 +79,12 @@ class SearchingTrainer(MeasuringTrainer):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Searches; the same arguments and result as the stock Trainer's, on process 0. Every process calls.
+        """Searches for hyperparameters; arguments are those of the stock Trainer, and so is the result on process 0.
 
-        A trial may change whatever the arguments have, the layout (`pp`, `segments` ...) too.
+        Every process calls, and all run each trial together. A trial may change any argument, also the layout (`pp`,
+        `segments` ...).
 
-        Raises: ConfigError for what cannot be with processes that run trials together.
+        Raises: ConfigError for the backend "ray", and with several processes for `n_jobs` and `catch`.
         """
         found = backend or default_hp_search_backend()
         if found is not None and HPSearchBackend(found) == HPSearchBackend.RAY:
@@ -120,7 +121,11 @@ class SearchingTrainer(MeasuringTrainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **named: Any
     ) -> Any:
-        """Trains; the same arguments and result as the stock Trainer's. Every process calls."""
+        """Trains; arguments and result are those of the stock Trainer. Every process calls and gets the same result.
+
+        Raises: ConfigError before the first step for what cannot work; CheckpointError for a checkpoint that cannot be
+            resumed; with several processes RankError on every process when one fails.
+        """
         begun = self._trials_begun
         if begun is None:
             return self._train(resume_from_checkpoint, trial, *args, **named)

@@ -60,28 +60,31 @@ _WRITING, _PREEMPTED = "a checkpoint is being written", "asked to end"
 
 
 class Trainer(SearchingTrainer):
-    """`transformers.Trainer` for models spread over data-parallel replicas, pipeline stages and tensor-parallel shards.
+    """`transformers.Trainer` for models spread over data-parallel replicas, pipeline stages and tensor-parallel ranks.
 
-    Takes the same arguments; `args` are `fold3d.TrainingArguments`. The model may have its weights or be built on the
-    meta device. Every process constructs the Trainer and makes the same calls.
+    Takes the arguments of the stock Trainer; `args` are `fold3d.TrainingArguments`. The model has its weights or is
+    built on the meta device, and is cut in place. Every process makes a Trainer and calls the same methods in the same
+    order. `trainer.engine` is the `Engine` that runs the steps.
 
     Args:
-        example: a micro-batch as the model's forward takes it, by argument name, to record a model that is cut with.
-            None: the first micro-batch of the training, or the evaluation, whatever comes first.
+        example: a micro-batch by argument name, with which a model that is cut is recorded. None: the first micro-batch
+            of the training or of an evaluation, whichever comes first.
 
-    What differs from the stock Trainer: on a process without the model's last chunk the model call inside of
-    `compute_loss` does not return; `on_substep_end` fires before the step's computation; a process holds the parameters
-    of its own layers, the others stay on the meta device.
+    What differs from the stock Trainer (docs/compatibility.md has all of it):
 
-    Raises: ConfigError for what cannot work, TraceError for a model that cannot be cut.
+    - on a process without the model's last chunk the model call inside `compute_loss` does not return;
+    - `on_substep_end` is called before the step's computation;
+    - a process holds the parameters of its own layers. The others are on the meta device.
+
+    Raises: ConfigError for settings that cannot work, TraceError for a model that cannot be cut.
     """
 
     reads_weights = True
-    """Whether methods that a subclass overrides may read weights otherwise than by calling the model: they find them
-    complete, at the price of waiting for them. False: they read none."""
+    """Whether methods that a subclass overrides may read weights except by calling the model. They then find complete
+    weights, but every step waits for these. Set it to False on a class that reads none."""
     reads_gradients = True
-    """Whether methods that a subclass overrides where gradients are complete (`training_step`), and hooks of the
-    optimizer's step, may read or change them. False: they do not."""
+    """Whether an overridden `training_step`, or hooks of the optimizer's step, may read or change gradients. Every step
+    then waits for their sums. Set it to False on a class that does neither."""
     _told_of_loss = False
     _is_empty = False
     _gradients_are_read: bool | None = None  # until a training has begun
@@ -236,7 +239,7 @@ class Trainer(SearchingTrainer):
         ReplicaAccelerator.adopt(self.accelerator, self._topology())
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
-        """Returns samples per optimizer step: micro-batch * micro-batches * replicas."""
+        """Returns the samples per optimizer step: those of a micro-batch * micro-batches * replicas."""
         size: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return size
 
@@ -436,9 +439,9 @@ class Trainer(SearchingTrainer):
     def training_step(
         self, model: Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Keeps the micro-batch; with the last one of the step, runs all of them.
+        """Keeps the micro-batch, and with the last one of the step runs all of them. Every process calls.
 
-        Returns: the replica's loss of the step on the last micro-batch, zero before.
+        Returns: on the last micro-batch the replica's loss of the step, scalar; before it zero.
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -565,8 +568,8 @@ class Trainer(SearchingTrainer):
     # Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs as the stock Trainer. What `compute_loss` logs behind the model's call, which only the processes of the
-        last stage see, all get with the next log, evaluation or checkpoint."""
+        """Logs as the stock Trainer. What `compute_loss` logs after the model's call, on the last stage only, reaches
+        all processes with the next log, evaluation or checkpoint."""
         if self._keeps_loss_state and running_loss() is not None:
             self._loss_state.log(logs)
         else:
@@ -624,7 +627,7 @@ class Trainer(SearchingTrainer):
             super()._load_best_model()
 
     def end(self) -> None:
-        """Stops communication and destroys the process groups; the last thing a script may do."""
+        """Ends communication and destroys the process groups. Call it last; a script need not call it."""
         self.engine.close()
         if self._writers is not None:
             self._writers[0].close()

@@ -1,4 +1,4 @@
-"""empty_weights(): models that are built, and loaded, without values; every process reads its own part later."""
+"""empty_weights(): builds and loads models without values; every process reads its own part later."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ MANY_BYTES = 1 << 30
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """In its body models lie on the meta device, those of transformers' `from_pretrained` too, which reads nothing but
-    the configuration: the Trainer, or the Engine, reads on each rank what that rank holds.
+    """A context in which models are made on the meta device: tensors have shapes but no values and take no memory.
 
         with fold3d.empty_weights():
             model = AutoModelForCausalLM.from_pretrained(name)
 
-    A `quantization_config` for weights that are not quantised yet is carried out then, weight by weight. Any process
-    may use it; none communicates. Not for several threads at once.
+    transformers' `from_pretrained` then downloads the files but reads the configuration only. When the Trainer or the
+    Engine cuts the model, each rank reads its own part of the weights. A `quantization_config` is applied then, weight
+    by weight. A model that is built from a configuration has no files: say with `weights` where its values come from.
+    Every process uses the context, and none communicates. Not for several threads at once.
 
-    Raises: ConfigError in `from_pretrained` for files that are no safetensors or hold quantised weights already.
+    Raises: ConfigError in `from_pretrained` for files that are not safetensors, or hold quantised weights already.
     """
     from transformers import PreTrainedModel
 

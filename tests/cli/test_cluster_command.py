@@ -81,11 +81,24 @@ def test_groups_and_budgets(capsys, tmp_path: Path) -> None:
         (f"{DAY} {GPUS} --round 1e-9", "make rounds longer"),
         (f"{DAY} {GPUS} --policy makespan --budget nan", "the budget is nan; it must be a finite number"),
         (f"{DAY} {GPUS} --policy makespan --budget inf", "the budget is inf; it must be a finite number"),
-        (f"{DAY} {GPUS} --png {ROOT}", f"{ROOT} cannot be written"),
         (f"{DAY} {GPUS} --overhead 2", "--overhead is 2; it is a part: above 0, below 1"),
-        (f"{DAY} {GPUS} --png {DAY}/x.png", "cannot be written"),
+        (f"{DAY} {GPUS} --png {DAY}/x.png", f"{DAY}/x.png cannot be written"),
     ],
 )
 def test_what_cannot_work(capsys, line: str, message: str) -> None:
     code, _, err = run(capsys, line)
     assert code == 1 and message in err
+
+
+@pytest.mark.parametrize("suffix, begin", [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
+def test_the_suffix_says_the_format(capsys, tmp_path: Path, suffix: str, begin: bytes) -> None:
+    jobs, picture = tmp_path / "jobs.json", tmp_path / f"out.{suffix}"
+    jobs.write_text(json.dumps({"jobs": [{"rates": {"v": 1.0}, "work": 3600.0}]}))
+    code, out, _ = run(capsys, f"{jobs} --gpus v:1 --picture {picture}")
+    assert code == 0 and out.endswith(f"{picture}\n") and picture.read_bytes().startswith(begin)
+
+
+def test_another_suffix_is_refused_before_the_simulation(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, f"{DAY} {GPUS} --picture {ROOT}")
+    assert ended.value.code == 2 and "must end in .png, .svg or .pdf" in capsys.readouterr().err

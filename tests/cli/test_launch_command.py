@@ -76,6 +76,14 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "launch --dry-run -n 2 --hosts a,b -m fold3d doctor --size 1")
+    assert code == 0 and "4 processes on 2 hosts" in err
+    first, second = (shlex.split(shlex.split(line)[-1].partition(" && exec ")[2]) for line in out.splitlines())
+    assert first[-7:] == ["--nproc-per-node", "2", "--module", "fold3d", "doctor", "--size", "1"]
+    assert second[second.index("--node-rank") + 1] == "1"
+
+
 def test_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "launch --config run.toml --dry-run")
     assert code == 0, err
@@ -170,10 +178,11 @@ def free_port() -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.gate
-def test_two_hosts(tmp_path: Path) -> None:
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")], ids=["file", "module"])
+def test_two_hosts(tmp_path: Path, script: tuple[str, ...]) -> None:
     hosts = ("--hosts", "127.0.0.1,localhost", "--port", free_port(), "--env", "MINE=a b")
-    done = launched(tmp_path, *hosts, "train.py", "--pp", "2")
+    done = launched(tmp_path, *hosts, *script, "--pp", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     found = sorted(re.findall(r"^(\S+): rank (\d) of 2 \['--pp', '2'\] a b$", done.stdout, re.M))
     assert found == [("127.0.0.1", "0"), ("localhost", "1")], done.stdout + done.stderr

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import yaml
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,20 @@ def blocks(page: Path, language: str) -> Iterator[str]:
     for fence in _FENCE.finditer(page.read_text()):
         if fence["language"].strip() == language:
             yield fence["code"]
+
+
+def shell(page: Path) -> Iterator[str]:
+    """Yields what a shell runs: blocks of bash, and the containers of Kubernetes' manifests that start bash."""
+    yield from blocks(page, "bash")
+    for manifest in manifests(page):
+        for container in manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
+            if container["command"] == ["bash", "-c"]:
+                yield from container["args"]
+
+
+def manifests(page: Path) -> list[dict[str, Any]]:
+    """Returns the documents in the page's blocks of YAML."""
+    return [document for code in blocks(page, "yaml") for document in yaml.safe_load_all(code)]
 
 
 def prose(page: Path) -> str:

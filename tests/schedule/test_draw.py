@@ -41,7 +41,7 @@ def test_summary():
     made = schedule.generate("1f1b", pp=2, micro_batches=4)
     assert draw.summary(made) == (
         "pp=2 segments=1 m=4: 15 units (F=1, B=2), bubble 25.0 % of the compute time, "
-        "at most 2 stashed activations on a rank (2, 1)"
+        "at most 2 stashed activations on a stage (2, 1)"
     )
 
 

@@ -35,11 +35,11 @@ class Policy:
     name: str
     """One of POLICIES."""
     blind: bool = False
-    """Whether it takes all kinds of GPU for equally fast: what schedulers do that know nothing of kinds."""
+    """Whether it treats all kinds of GPU as equally fast, like schedulers that ignore kinds; for comparison."""
     budget: float | None = None
-    """For `makespan`: what all the work left may cost."""
+    """For `makespan`: most that all the work left may cost, in the unit of the prices. None: no limit."""
     groups: Mapping[str, Group] = field(default_factory=dict)
-    """For `hierarchical`: those that are not named have weight 1 and are fair inside."""
+    """For `hierarchical`: groups by name. Others have weight 1 and are fair inside."""
     pairs: tuple[Pair, ...] = ()
     """For `fair`: which jobs may run beside each other on the same GPUs."""
 
@@ -60,7 +60,7 @@ class Policy:
 
     @property
     def fills(self) -> bool:
-        """Whether GPUs that nobody is due should be used by somebody: not where they cost what was not to be spent."""
+        """Whether GPUs that are left over should go to some job: not if the policy saves money."""
         return self.name != "cost" and self.budget is None
 
     @property
@@ -70,9 +70,10 @@ class Policy:
 
 
 def allocate(policy: Policy, jobs: Sequence[Job], cluster: Cluster) -> Allocation:
-    """Returns which part of the time each job has on which kind and number of GPUs.
+    """Returns what part of the time each job has on which kind and number of GPUs. Deterministic.
 
-    Raises: JobError for a job that runs nowhere, or of which the policy must know more; ConfigError without scipy.
+    Raises: JobError for a job that runs nowhere, or of which the policy must know more (such as its work left);
+        ConfigError without scipy.
     """
     if not jobs:
         return Allocation(())
