@@ -18,9 +18,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+CASES = [
+    (family, layout)
+    for family in watch_jobs.FAMILIES
+    for layout in LAYOUTS
+    if family != "t5" or LAYOUTS[layout]["segments"] == 1  # with tp a model of two stacks is not cut
+]
+
+
 @pytest.mark.gate(cases=2)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", watch_jobs.FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_ordinary_models_are_left_alone(ranks: RankPool, family: str, layout: str) -> None:
     for trained in ranks.run(watch_jobs.train, 2, family, LAYOUTS[layout], timeout=200.0):
         assert trained.error == ""

@@ -110,9 +110,10 @@ def test_one_of_two_tensors(name: str) -> None:
 def test_one_of_two_arguments() -> None:
     def of(key: str) -> Operators:
         found: Operators = {}
-        call = {"a": torch.randn(3), "b": (torch.randn(3), [torch.randn(3)])}
+        given = {name: torch.randn(3) for name in "abc"}
+        call = {"a": given["a"], "b": (given["b"], [given["c"]])}
         with OperatorWatch(nn.Module(), NumberSet(), found.update).around((), call):
-            {"a": call["a"], "b": call["b"][0], "c": call["b"][1][0]}[key].exp()  # type: ignore[union-attr]
+            given[key].exp()
         return found
 
     assert len({frozenset(of(key)) for key in "abc"}) == 3
