@@ -18,7 +18,7 @@ from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.replay import ModelValues
-from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance
+from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance, why_gradients_differ
 from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.trace.arguments import form_of
 from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
@@ -163,6 +163,8 @@ class Division:
         return True
 
     def _kind(self, function: LossFunction) -> str:
+        if why := why_gradients_differ(self._model):
+            self._refuse(why)
         if self._reduction is not None:
             return self._reduction
         if not getattr(function, "adds_up", False):

@@ -124,7 +124,7 @@ class Factors:
         if owner < 0:
             draw = torch.Generator().manual_seed(sum(map(ord, name)))
             outputs = torch.randn(site.outputs, RANK, dtype=torch.float64, generator=draw) / RANK**0.5
-            outputs = outputs * _uneven(site.outputs, self._scale, draw)[:, None]
+            outputs = outputs * _uneven(site.outputs, self._scale)[:, None]
             inputs = torch.randn(site.inputs, RANK, dtype=torch.float64, generator=draw) / site.inputs**0.5
             return _Pair(outputs.requires_grad_(), inputs.requires_grad_(), site)
         whole, shard = self._pairs[-1, name], shards.get(name)
@@ -422,15 +422,13 @@ def _random(name: str, like: Tensor, scale: float) -> nn.Parameter:
     value = torch.randn(like.shape, dtype=torch.float64, generator=draw)
     if like.dim() < 2:
         return nn.Parameter(0.3 * value + 1)
-    factors = _uneven(like.shape[0], scale, draw).view(-1, *[1] * (like.dim() - 1))
+    factors = _uneven(like.shape[0], scale).view(-1, *[1] * (like.dim() - 1))
     return nn.Parameter(value * factors / like.shape[-1] ** 0.5)
 
 
-def _uneven(count: int, scale: float, draw: torch.Generator) -> Tensor:
-    """Returns factors, whose logarithms are spread evenly from 0 to twice that of `scale`."""
-    if scale == 1.0:
-        return torch.ones(count, dtype=torch.float64)
-    return scale ** (2 * torch.rand(count, dtype=torch.float64, generator=draw))
+def _uneven(count: int, scale: float) -> Tensor:
+    """Returns factors, whose logarithms rise evenly from 0 to twice that of `scale`: so heads, and ranks, differ."""
+    return scale ** torch.linspace(0.0, 2.0, count, dtype=torch.float64)
 
 
 def _blank(shape: Iterable[int]) -> nn.Parameter:

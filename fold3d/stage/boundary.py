@@ -132,7 +132,7 @@ class Borders:
             return first, None, None
         last, structure = (trace.blocks[first - 1], trace.calls[first - 1]), trace.structures[first - 1]
         whole = cargo.whole(*last, structure)
-        if fill == 0.0 or alike == first - 1:  # hooks of the user's may want numbers
+        if alike == first - 1:
             return alike, whole, whole
         read, arrived = self._read_of_earlier(first), cargo.arrived[last]
         tensors = [arrived[n] if n in read else _of_no_memory(arrived[n], fill) for n in range(structure.num_tensors)]

@@ -20,6 +20,7 @@ from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
 from fold3d.trace.capture import trace_call
 from fold3d.trace.known_values import Sizes, sizes_of, tensors_of
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.shadow import UncopiableError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -198,7 +199,8 @@ class CallGuard:
         except TraceError as error:
             known = [one for of, traces in self._known.items() if of[0] == form for one in traces]
             alike = next((one for one in known if one.decisions.hold_for(arguments)), None)
-            if alike is not None and not all(self._now[0]):  # kernels of evaluation that cannot be recorded
+            # Kernels of evaluation cannot be recorded, nor can a model that holds on to a graph.
+            if alike is not None and (isinstance(error, UncopiableError) or not all(self._now[0])):
                 return alike
             raise SplitError(f"{describe(arguments)} differs from the call that was recorded: {error}") from error
         reason = self._difference(model, found)

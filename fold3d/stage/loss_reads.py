@@ -49,6 +49,8 @@ class ForeignTensors:
         self._coat = coat.enter_context(Coat())
         self._run: ChunkRun | None = None
         self._is_users = False
+        self._keeps: bool | None = None
+        """Whether a hook keeps tensors; None until a forward has run."""
         self._seen = StorageLabels[tuple[object, str]]()
         """The mark of the run it is of, and who keeps it."""
 
@@ -63,7 +65,23 @@ class ForeignTensors:
 
     def end(self) -> None:
         """The run is over: nothing of it is kept."""
+        if self._run is not None and self._keeps is None:
+            self._keeps = False
         self._run = None
+
+    def watched(self, run: ChunkRun) -> AbstractContextManager[Any]:
+        """Around the model's forward as a chunk. Raises: SplitError, in it, when the model's own code reads, behind the
+        blocks that are left out, what a hook keeps of them: no recording sees hooks of the user's."""
+        if not self.hooked() or run.lo == 0 or self._keeps is False:
+            return nullcontext()
+
+        def keeper(tensor: Tensor) -> str:
+            if run.position < run.lo:
+                return ""
+            of, name = self._seen.get(tensor) or (run.mark, "")
+            return "" if of is run.mark else name
+
+        return _Looking(keeper, "the model's forward")
 
     @contextlib.contextmanager
     def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
@@ -130,7 +148,10 @@ class ForeignTensors:
                 right = right and is_right
                 self._see(name, leaf, self._run.mark if is_right else None)
         refuses = self._is_users and not self._computes_loss
-        return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses)
+        return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses, self._note_kept)
+
+    def _note_kept(self) -> None:
+        self._keeps = True
 
     def _see(self, name: str, tensor: Tensor, of: object) -> None:
         self._seen[tensor] = of, f"a hook of {name}"
@@ -170,13 +191,14 @@ class _Note:
 class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What hooks of one module compute of what they are shown, and whether they keep any of it."""
 
-    def __init__(self, name: str, see: Callable[[Tensor], None], refuses: bool) -> None:
+    def __init__(self, name: str, see: Callable[[Tensor], None], refuses: bool, note_kept: Callable[[], None]) -> None:
         """Args:
         see: told of each tensor that they compute.
         refuses: to keep a tensor is an error.
+        note_kept: called when they keep one.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._see, self._refuses = name, see, refuses
+        self._name, self._see, self._refuses, self._note_kept = name, see, refuses, note_kept
         self._made: list[weakref.ref[Tensor]] = []
 
     def begin(self, shown: list[Any]) -> None:
@@ -198,7 +220,10 @@ class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """They are done. Raises: SplitError when they keep a tensor, and that is an error."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         more = any(now > then for now, then in zip(map(sys.getrefcount, self._shown), self._counts, strict=True))
-        if self._refuses and (more or any(one() is not None for one in self._made)):
+        if not (more or any(one() is not None for one in self._made)):
+            return
+        self._note_kept()
+        if self._refuses:
             raise SplitError(
                 f"a hook of {self._name} keeps a tensor, and the loss function, which another process computes, would "
                 f"not find it there. {WAYS_OUT}; what is only to be logged may be kept as a number (.item())"
@@ -206,12 +231,13 @@ class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, keeper: Callable[[Tensor], str]) -> None:
+    def __init__(self, keeper: Callable[[Tensor], str], who: str = "the loss function") -> None:
         """Args:
         keeper: who keeps a tensor that must not be read; "" for others.
+        who: reads.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeper = keeper
+        self._keeper, self._who = keeper, who
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,7 +245,7 @@ class _Looking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in arg_tree_leaves(*args, **(kwargs or {})):
             if isinstance(leaf, Tensor) and (keeper := self._keeper(leaf)):
                 raise SplitError(
-                    f"the loss function reads what {keeper} keeps of a layer that another chunk runs: what is there "
+                    f"{self._who} reads what {keeper} keeps of a layer that another chunk runs: what is there "
                     f"is not of this micro-batch, or stands in for it. {WAYS_OUT}"
                 )
         return func(*args, **(kwargs or {}))

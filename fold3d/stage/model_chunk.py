@@ -214,7 +214,7 @@ class PipelineChunk:
                     with self._watched(micro_batch), micro_batch.afterwards.held():
                         result = self._split.end(loss, output)
                 if self._sharding is not None:  # behind the loss: it may run copies of the model
-                    self._sharding.ran(micro_batch)
+                    self._sharding.ran(micro_batch, result)
         finally:
             ends = self._split.take_ends()
         if self._sharding is not None:

@@ -166,6 +166,7 @@ class ShardedChunk:
         self._kept, self._reads, self._operators = kept, reads, operators
         self._first: KeptRun | None = None
         self._repeated: KeptRun | None = None
+        self._in_parts = False
 
     @contextmanager
     def first(self, run: KeptRun) -> Iterator[None]:
@@ -191,12 +192,15 @@ class ShardedChunk:
         """Around the loss function's code. Raises: ConfigError, in it, where that reads parts of weights."""
         return self._reads.watched()
 
-    def ran(self, micro_batch: MicroBatch) -> None:
-        """The model's forward has run, or more of the loss function's code.
+    def ran(self, micro_batch: MicroBatch, result: Any) -> None:
+        """The model's forward has run, or more of the loss function's code, which returned `result`.
 
-        Raises: ConfigError when a block took a way for which its division does not hold.
+        Raises: ConfigError when a block took a way for which its division does not hold; SplitError when the head has
+            read what it was not given.
         """
         self._operators.check(micro_batch.loss, trains=micro_batch.trains)
+        if self._in_parts:
+            self._sub.explain(micro_batch.loss, result)
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns what the chunk before returned, of what this rank received of it."""
@@ -208,9 +212,11 @@ class ShardedChunk:
 
     def run(self, micro_batch: MicroBatch, received: list[Tensor]) -> tuple[list[Tensor], Any] | None:
         """Returns what the chunk returns for the micro-batch in halves; None: it is to run whole."""
+        self._in_parts = False
         if self._repeated is not None:  # as it ran before, whatever was found out about micro-batches since
             return self._sub.run(micro_batch, received, again=True) if self._repeated.in_parts else None
         done = self._sub.run(micro_batch, received) if micro_batch.trains and self._in_halves() else None
         if self._first is not None:
             self._first.ran(in_parts=done is not None)
+        self._in_parts = done is not None
         return done

@@ -99,7 +99,7 @@ class SplitModel:
         self._state = ModelState(model)
         self._foreign = ForeignTensors(self._coat, model, trace, computes_loss=computes_loss)
         self._last_run: ChunkRun | None = None
-        self._is_busy = self._ran_apart = False
+        self._is_busy = False
         self._install_all()
 
     def run(
@@ -149,7 +149,6 @@ class SplitModel:
 
         Returns: the tensors that leave and None; for the last chunk an empty list and what the model returned.
         """
-        self._ran_apart = False
         return self._forward(self._ranges[chunk], self.is_last(chunk), loss, inputs, key)
 
     def is_last(self, chunk: int) -> bool:
@@ -207,7 +206,6 @@ class SplitModel:
         last = len(self._trace.blocks)
         with behind_blocks():
             found = self._forward((last, last), True, loss, inputs, key)
-        self._ran_apart = True
         self._ends = list(inputs) if torch.is_grad_enabled() else []
         return found
 
@@ -231,7 +229,8 @@ class SplitModel:
                     self._foreign.begin(run, is_users=loss.is_users)
                     self._run = run
                     self._slot.begin(run, run.earlier)
-                    output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
+                    with self._foreign.watched(run):
+                        output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
                 except ChunkExit as leave:
                     if leave.owner is not self:
                         raise
@@ -267,9 +266,18 @@ class SplitModel:
         guarded = self._foreign.guarded(run, given, is_users=loss.is_users)
         with self._busy(), self._around(), guarded:
             result = loss.end(output, apart=True)
-        if any(map(_is_no_number, tree_leaves(result))):
-            self._guard.explain(loss.call, only_loss=loss.only_loss, head=self._ran_apart)
+        self.explain(loss, result, head=False)
         return result
+
+    def explain(self, loss: LossRun, result: Any, *, head: bool) -> None:
+        """Raises SplitError where a loss is NaN because the model has read what its chunks leave out.
+
+        Args:
+            result: of the loss function.
+            head: whether what lies behind the last block has run apart from the blocks.
+        """
+        if any(map(_is_no_number, tree_leaves(result))):
+            self._guard.explain(loss.call, only_loss=loss.only_loss, head=head)
 
     def remove(self) -> None:
         """Takes forwards and hooks off the model again."""

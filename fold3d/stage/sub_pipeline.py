@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d import seeding
 from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.sharding.shard import even_part
-from fold3d.stage.loss_run import ModelCall
+from fold3d.stage.loss_run import LossRun, ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues
 from fold3d.stage.split_model import SplitModel
@@ -97,6 +97,15 @@ def _count(labels: object, first: int) -> int:
     return int((labels[..., first:] if first else labels).ne(IGNORED).sum())
 
 
+def why_gradients_differ(model: nn.Module) -> str:
+    """Returns why gradients of parts do not add up although what they compute does; "" where nobody knows of that."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    counts = next((n for n, one in model.named_modules() if isinstance(one, kinds) and one.scale_grad_by_freq), None)
+    if counts is None:
+        return ""
+    return f"{counts} has scale_grad_by_freq, which counts how often a token comes in the whole micro-batch"
+
+
 logger = logging.getLogger(__name__)
 
 Result = tuple[list[Tensor], Any]
@@ -172,7 +181,7 @@ class SubPipeline:
         self._draws = True
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-        self.reason = ""
+        self.reason = why_gradients_differ(model)
         """Why micro-batches stay whole; empty where they do not."""
 
     def run(self, micro_batch: MicroBatch, received: Sequence[Tensor], *, again: bool = False) -> Result | None:
@@ -198,6 +207,11 @@ class SubPipeline:
             if joined is None or not split.is_last(self._index):
                 return None if joined is None else (joined, None)
             return split.head(micro_batch.loss, joined, micro_batch.key)
+
+    def explain(self, loss: LossRun, result: Any) -> None:
+        """Raises SplitError where a loss is NaN because the head, run apart, has read what the blocks have computed."""
+        if self._split is not None:
+            self._split.explain(loss, result, head=True)
 
     def _run(
         self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor], *, again: bool

@@ -31,6 +31,10 @@ from fold3d.trace.wrappers import drop_hooks, is_users, users_hooks, whole_shape
 T = TypeVar("T")
 
 
+class UncopiableError(TraceError):
+    """The model holds something, now, of which there is no copy."""
+
+
 class Shadow:
     """A copy in training mode. The model and random numbers are not touched, no process group is used.
 
@@ -255,7 +259,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     try:
         shadow = copy.deepcopy(model, memo)
     except Exception as error:
-        raise TraceError(
+        raise UncopiableError(
             f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
             "Remove what copy.deepcopy cannot copy (locks, open files, generators) from its attributes."
         ) from error

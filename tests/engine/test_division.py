@@ -109,6 +109,22 @@ def test_larger_micro_batches_are_compared_anew() -> None:
     engine.close()
 
 
+class Counted(Layers):
+    """Looks up rows whose gradients are divided by how often they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, scale_grad_by_freq=True).double()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, **_: Any) -> Tensor:
+        return super().forward(self.table(x))
+
+
+def test_gradients_that_count_are_refused() -> None:
+    with pytest.raises(Fold3dError, match=r"micro_batch_size=2: this model's .* table has scale_grad_by_freq"):
+        gradients(Counted(), {"x": torch.zeros(4, dtype=torch.long)}, micro_batch_size=2, loss_reduction="mean")
+
+
 @pytest.mark.parametrize("said", [None, "sum"])
 def test_what_is_not_known_is_refused(said: str | None) -> None:
     """A mean that says nothing of itself, and one that is said to be a sum."""

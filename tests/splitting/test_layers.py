@@ -99,6 +99,21 @@ class GatedBlock(LimitedBlock):
         return x * (size > 1e-3 * size.max())
 
 
+class GatedHeads(nn.Module):
+    """Only heads that are not small beside the largest one count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.value, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.value(x).unflatten(-1, (self.heads, 4)).cumsum(1)
+        size = heads.detach().square().mean((0, 1, 3))
+        out: Tensor = x + self.out((heads * (size >= 0.02 * size.max())[:, None]).flatten(-2))
+        return out
+
+
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -133,7 +148,7 @@ def test_layers(kind: type[nn.Module], entries: set[str], summed: set[str], tp: 
     assert compare(model, batch, plan) < 1e-10
 
 
-@pytest.mark.parametrize("kind", [LimitedBlock, RenormBlock, GatedBlock])
+@pytest.mark.parametrize("kind", [LimitedBlock, RenormBlock, GatedBlock, GatedHeads])
 def test_a_limit_that_small_weights_do_not_reach(kind: type[nn.Module]) -> None:
     """Neither shows in NaN that reaches other neurons."""
     model, batch = stacked(kind)

@@ -184,3 +184,42 @@ def test_hooks_that_come_later_and_evaluation() -> None:
     script.use = "nothing"
     assert engine.forward({"x": X}, lambda model, batch: model(**batch).mean()) == plain
     engine.close()
+
+
+class Collecting(Net):
+    """Its own hooks collect what its layers return, for its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(functools.partial(self.collect, number))
+
+    def collect(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.found[number] = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + sum(one.square().mean() for one in self.found.values())
+
+
+def collected(layers: tuple[int, ...], segments: int) -> float:
+    """The loss of the second step."""
+    torch.manual_seed(0)
+    model = Collecting().double()
+    for number, layer in enumerate(model.layers):
+        if number not in layers:
+            layer._forward_hooks.clear()
+    engine = Engine(model, ParallelConfig(segments=segments, blocks="layers"), optimizer=SGD)
+    try:
+        return [engine.run([{"x": X}], lambda module, batch: module(**batch).square().mean()).item() for _ in "12"][1]
+    finally:
+        engine.close()
+
+
+def test_what_the_models_own_hooks_collect() -> None:
+    """Of layers of the last chunk it is there."""
+    assert collected((3,), 2) == pytest.approx(collected((3,), 1), rel=1e-12)
+    for layers in ((0,), (0, 1, 2, 3)):
+        with pytest.raises(RankError, match=r"the model's forward reads what a hook of layers\.\d keeps"):
+            collected(layers, 2)

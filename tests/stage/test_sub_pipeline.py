@@ -360,6 +360,17 @@ def test_what_mixes_samples_later_is_found(what: str) -> None:
     assert "depends on the other samples" in sub.reason
 
 
+def test_gradients_that_count_tokens_are_the_whole_ones() -> None:
+    def make() -> nn.Module:
+        model: Any = gpt2(0.0)
+        model.transformer.wte.scale_grad_by_freq = True
+        return model
+
+    inputs = batch(4, ragged=False)
+    inputs["input_ids"][:, :2] = 5
+    compare(make, inputs, token_loss, expect="scale_grad_by_freq")
+
+
 class Reading(transformers.GPT2LMHeadModel):
     """Its head reads what was embedded, if an attribute or the length says so."""
 
@@ -387,7 +398,7 @@ def test_a_head_that_reads_more_later() -> None:
     sub = SubPipeline(0, model, apart(model, split, {"input_ids": inputs["input_ids"][:, :5]}), ops)
     run = Run({name: value[:, :5] for name, value in inputs.items()}, token_loss)
     for reads in (False, True, True, False):
-        model.reads = reads
+        model.reads = reads  # type: ignore[assignment]
         found = through(split, 0, run.micro_batch(model), [], sub)[1]
         torch.testing.assert_close(found, through(split, 0, run.micro_batch(model), [], None)[1], rtol=1e-12, atol=0)
     assert not sub.reason and {0, 1} <= set(ops.order)
