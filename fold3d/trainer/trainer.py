@@ -52,6 +52,7 @@ from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_
 from fold3d.trainer.waiting import ModelThen, Waiting
 from fold3d.weights.empty import folder_of
 from fold3d.weights.missing import MissingWeight
+from fold3d.weights.release import is_released
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,9 @@ class Trainer(SearchingTrainer):
         self._trainable = _trained(self._before)
         self._to_load.clear()
         self.layout = None
-        self._is_empty = folder_of(model) is None and any(one.is_meta for one in self._before.values())
+        # What an engine before this one has left to other ranks is no weight without values.
+        without = [one for one in self._before.values() if one.is_meta and not is_released(one)]
+        self._is_empty = folder_of(model) is None and bool(without)
         if args.weights == RANDOM and not self._is_empty:
             raise ConfigError(f"weights={RANDOM!r} has no effect: the model has weights; remove it")
         self.engine = Engine(
