@@ -52,8 +52,8 @@ class Block(nn.Module):
         if on and self.kind == "buffer":
             h = h - self.seen
         if self.gate is not None:  # both have the same neurons
-            a, b = h.exp(), self.gate(x).relu().exp()
-            h = (b if on else a).sqrt() + 0.1 * a.sqrt() + 0.1 * b.sqrt()
+            a, b = h.tanh(), self.gate(x).relu().tanh()
+            h = (b if on else a).square() + 0.1 * a.sin() + 0.1 * b.sin()
         y = self.down(h)
         if on and self.kind == "tokens":
             y = y - y.mean(1, keepdim=True)
