@@ -67,7 +67,7 @@ class ShapeOnly:
                     self._known.clear()
                 self._known.setdefault(signature, []).insert(0, (decisions, known))
         shapes, structure = known
-        made = [_filled(*leaf, device, fill) if isinstance(leaf, tuple) else leaf for leaf in shapes]
+        made = [_filled(leaf[0], leaf[1], device, fill) if isinstance(leaf, tuple) else leaf for leaf in shapes]
         if with_grad:  # a clone is no leaf: it may be written to
             made = [
                 leaf.requires_grad_().clone() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
