@@ -48,17 +48,19 @@ def batch(script: str, output: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("_slurm", "_environment")
-def test_the_script_of_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["fold3d launch", "torchrun"])
+def test_the_script_of_the_page(tmp_path: Path, launcher: str) -> None:
     """Numbers of nodes, GPUs and cores are those of this Slurm, and the example is in the place of train.py."""
-    (script,) = (code for code in pages.blocks(ROOT / "docs" / "several-nodes.md", "bash") if "#SBATCH" in code)
+    scripts = (code for code in pages.blocks(ROOT / "docs" / "several-nodes.md", "bash") if "#SBATCH" in code)
+    (script,) = (code for code in scripts if launcher in code)
     example = " ".join([str(EXAMPLE), *TINY, *DRAWN, "--use_cpu"])
+    own = (("--nproc-per-node 4", "--nproc-per-node 1"), ("IFNAME=eth0", "IFNAME=lo"))
     for wanted, instead in (
+        *(own if launcher == "torchrun" else (("--interface eth0", "--interface lo"),)),
         ("--nodes=4", "--nodes=2"),
         ("--gpus-per-node=4", "--gpus-per-node=1"),
         ("--cpus-per-task=32", "--cpus-per-task=2"),
         ("train.py --dp 4 --pp 4 --gradient_accumulation_steps 16 --save_steps 500", f"{example} --dp 1 --pp 2"),
-        ("--nproc-per-node 4", "--nproc-per-node 1"),
-        ("IFNAME=eth0", "IFNAME=lo"),
         ("OMP_NUM_THREADS=8", "OMP_NUM_THREADS=1"),
         ("/shared/out", str(tmp_path / "out")),
     ):
