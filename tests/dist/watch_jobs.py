@@ -33,25 +33,25 @@ def _grouped() -> PretrainedConfig:
 
 
 def _qwen() -> PretrainedConfig:
-    config = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         num_hidden_layers=4,
         hidden_size=16,
         intermediate_size=32,
         moe_intermediate_size=8,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=4,
         num_experts=8,
         num_experts_per_tok=2,
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
         attention_dropout=0.1,
+        experts_implementation="batched_mm",
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
     )
-    config.head_dim, config._experts_implementation = 4, "batched_mm"
-    return config
 
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
