@@ -21,7 +21,6 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
-from fold3d.data_parallel.gradients import norm_dtype
 from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
 from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.late.versioned import Predicted
@@ -170,7 +169,7 @@ def _built(model: CutModel, supervisor: Supervisor, links: Links, undo: ExitStac
     counting = links.shards if groups.device.type == "cpu" else None  # which hears of tensors in host memory only
     recorder = StepRecorder(executor, sync, links.arbiter, progress, clock, topology.pp_rank, counting)
     undo.callback(recorder.close)
-    pipeline = Pipeline(topology, groups, executor, progress, norm_dtype(cut.model), *keep)
+    pipeline = Pipeline(topology, groups, executor, progress, *keep)
     flow: Flow | MicroBatchFlow | None = None
     if isinstance(sync, WithoutFlush):
         flow = Flow(topology, pipeline, sync, recorder, progress)

@@ -341,8 +341,8 @@ class Engine(state.WholeState):
                 one by one while others compute.
             reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which then steps with what
                 is there. All ranks pass the same, and all replicas change the gradients in the same way.
-        Returns: the replica's loss, scalar, the same on each of its ranks, in the dtype of the model's widest parameter
-            (at least fp32).
+        Returns: the replica's loss, scalar, the same on each of its ranks: fp64 where the losses are, else in torch's
+            default dtype.
         Raises: ValueError without micro-batches; RankError on every rank when any rank fails.
         """
         if not micro_batches:

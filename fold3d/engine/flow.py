@@ -68,7 +68,7 @@ class Flow:
     def take_loss(self) -> Tensor:
         """Returns the loss of the step that the last drain ended, if nobody had it yet, else 0."""
         loss, self._loss = self._loss, None
-        return torch.zeros((), dtype=self._pipeline.loss_dtype) if loss is None else loss
+        return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
 
     def _run(self, lists: Schedule, micro_batches: Sequence[MicroBatch], *, goes_on: bool, is_left: bool) -> list[Any]:
         try:
@@ -138,7 +138,7 @@ class MicroBatchFlow:
     def take_loss(self) -> Tensor:
         """Returns the losses of which this rank has been told since the last call, added up; else 0."""
         loss, self._loss = self._loss, None
-        return torch.zeros((), dtype=self._pipeline.loss_dtype) if loss is None else loss
+        return torch.zeros((), dtype=torch.get_default_dtype()) if loss is None else loss
 
     def _alike(self, step: int) -> int:
         """Returns the first step, or number of steps, with the same lists: once the pipeline is full they repeat."""

@@ -28,14 +28,11 @@ class Pipeline:
         groups: Groups,
         executor: _C.Executor,
         progress: Progress,
-        dtype: torch.dtype,
         keep: Keeps = lambda micro_batches: None,
     ) -> None:
         """Args:
-        dtype: of the loss, the same on all ranks; torch's default where that is wider.
         keep: told of the micro-batches of a training step before it runs.
         """
-        self._dtype = dtype
         self._keep = keep
         self._topology, self._executor, self._progress = topology, executor, progress
         self._world = groups.world
@@ -85,17 +82,19 @@ class Pipeline:
 
         Raises: ConfigError when they had not.
         """
-        return self._meet(self._own_loss(losses), micro_batches).to(self.loss_dtype)
+        return _loss_of(self._meet(self._own_loss(losses), micro_batches))
 
     def _own_loss(self, losses: Sequence[Any]) -> torch.Tensor:
+        """Returns the sum of the losses, and how many of them are fp64; zeros where other ranks have them."""
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
-        loss = torch.zeros((), dtype=torch.float64)
+        own = torch.zeros(2, dtype=torch.float64)
         if self.has_result:
+            own[1] = sum(value.dtype == torch.float64 for value in losses)
             on_device = torch.stack([value.double().reshape(()) for value in losses]).sum()
             # Whoever waits for this rank should hear that it meets nobody yet.
             with self._progress.during(f"waiting for what its own device computes in {self._progress.doing}"):
-                loss = on_device.cpu()
-        return loss
+                own[0] = on_device.cpu()
+        return own
 
     def shares_of(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns this rank's summands, fp64, of what `loss_in` takes; meets nobody. `losses`: what `run` returned."""
@@ -105,17 +104,12 @@ class Pipeline:
         """Returns the replica's loss of the sums over it of what `shares_of` returned on its ranks. Raises as
         `sum_of_losses`."""
         ranks = self._topology.replica(self._topology.dp_rank)
-        check_same_batch(self._topology, ranks, [int(one) for one in sums[1:].tolist()])
-        return sums[0].to(self.loss_dtype)
+        check_same_batch(self._topology, ranks, [int(one) for one in sums[2:].tolist()])
+        return _loss_of(sums)
 
     def sum_over_replica(self, values: torch.Tensor, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sums of `values`, fp64, on every rank of the replica. Raises as `sum_of_losses`."""
         return self._meet(values, micro_batches)
-
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        """The dtype of the losses that are returned."""
-        return torch.promote_types(self._dtype, torch.get_default_dtype())
 
     @property
     def has_result(self) -> bool:
@@ -177,3 +171,9 @@ class Pipeline:
         if value is not None:
             shares[:size] = value.reshape(-1)
         return shares
+
+
+def _loss_of(sums: torch.Tensor) -> torch.Tensor:
+    """Returns the replica's loss, scalar, of the sums over it of what `_own_loss` returned: fp64 where the model's is,
+    else in torch's default dtype."""
+    return sums[0].to(torch.float64 if sums[1] > 0 else torch.get_default_dtype())

@@ -141,20 +141,22 @@ class ForeignTensors:
         """Hooks of module `name` are shown `values`; returns what looks at what they compute of these, and keep."""
         if self._run is None:
             return None
-        right = True
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
-                is_right = self._is_right(name, module, leaf)
-                right = right and is_right
-                self._see(name, leaf, self._run.mark if is_right else None)
+                self._see(name, leaf, self._run.mark if self._is_right(name, module, leaf) else None)
         refuses = self._is_users and not self._computes_loss
-        return _Shown(name, partial(self._see, name, of=self._run.mark if right else None), refuses, self._note_kept)
+        return _Shown(name, partial(self._see_computed, name, self._run.mark), refuses, self._note_kept)
 
     def _note_kept(self) -> None:
         self._keeps = True
 
     def _see(self, name: str, tensor: Tensor, of: object) -> None:
         self._seen[tensor] = of, f"a hook of {name}"
+
+    def _see_computed(self, name: str, mark: object, tensor: Tensor, read: list[Tensor]) -> None:
+        """A hook has computed `tensor` of those in `read`: it is right if they are."""
+        labels = map(self._seen.get, read)
+        self._see(name, tensor, mark if all(label is None or label[0] is mark for label in labels) else None)
 
     def _is_right(self, name: str, module: nn.Module, tensor: Tensor) -> bool:
         """Returns whether what a module has just returned is right in this run, and stands in for nothing."""
@@ -191,9 +193,11 @@ class _Note:
 class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What hooks of one module compute of what they are shown, and whether they keep any of it."""
 
-    def __init__(self, name: str, see: Callable[[Tensor], None], refuses: bool, note_kept: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, see: Callable[[Tensor, list[Tensor]], None], refuses: bool, note_kept: Callable[[], None]
+    ) -> None:
         """Args:
-        see: told of each tensor that they compute.
+        see: told of each tensor that they compute, and of which.
         refuses: to keep a tensor is an error.
         note_kept: called when they keep one.
         """
@@ -209,10 +213,11 @@ class _Shown(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        read = [leaf for leaf in arg_tree_leaves(*args, **(kwargs or {})) if isinstance(leaf, Tensor)]
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
-                self._see(one)
+                self._see(one, read)
                 self._made.append(weakref.ref(one))
         return result
 
