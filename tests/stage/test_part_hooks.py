@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
+from fold3d.errors import RankError
 from tests.helpers.ranks import RankPool
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -71,6 +72,10 @@ def test_a_hook_that_sees_parts_is_said_once(hook: Callable[[nn.Module], Any]) -
 
 
 def of_a_block(model: nn.Module) -> None:
+    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: args[0].mean() and None)
+
+
+def of_what_it_takes(model: nn.Module) -> None:
     model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: output + args[0])
 
 
@@ -81,6 +86,12 @@ def of_torch(model: nn.Module) -> None:
 def test_a_hook_of_a_block_is_said_once() -> None:
     (text,) = train({"segments": 2}, of_a_block)
     assert text.startswith("hooks of layers.1 run in every chunk of the model") and "set pp=1 and segments=1" in text
+
+
+def test_results_of_what_another_chunk_was_given_are_not_read() -> None:
+    """In the second chunk the block has only returned what it did: what it was given is not there."""
+    with pytest.raises(RankError, match=r"reads what a hook of layers\.1 keeps of a layer that another chunk runs"):
+        train({"segments": 2}, of_what_it_takes)
 
 
 @pytest.mark.parametrize(

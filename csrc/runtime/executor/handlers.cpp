@@ -2,10 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <stdexcept>
@@ -73,14 +73,34 @@ torch::autograd::edge_list roots_of(const std::vector<at::Tensor>& outputs) {
   return roots;
 }
 
-/// Gradients of those inputs that require one, zeros where nothing reached an input.
+/// Gradients of those inputs that require one. Where nothing reached an input, as behind detach(), none: no element
+/// travels for it, and weights in front of it that nothing else reaches have no gradient, as in one process. Zeros
+/// would have optimizers move them, by weight decay say.
 std::vector<at::Tensor> input_gradients(const std::vector<at::Tensor>& inputs) {
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& input : inputs) {
     if (!input.defined() || !input.requires_grad()) continue;
-    gradients.push_back(input.grad().defined() ? input.grad() : at::zeros_like(input));
+    gradients.push_back(input.grad().defined() ? input.grad() : at::empty({0}, input.options().requires_grad(false)));
   }
   return gradients;
+}
+
+/// Whether a gradient stands for none; that of a tensor without elements has none either.
+bool is_none(const at::Tensor& gradient, const torch::autograd::Edge& root) {
+  if (gradient.numel() > 0) return false;
+  const auto shape = root.function->input_metadata(root.input_nr).shape_as_dim_vector();
+  return std::none_of(shape.begin(), shape.end(), [](const c10::SymInt& size) { return size == 0; });
+}
+
+/// Leaves out roots for which there is no gradient.
+BackwardStart with_gradients(BackwardStart start) {
+  BackwardStart found;
+  for (std::size_t k = 0; k < start.roots.size(); ++k) {
+    if (is_none(start.gradients[k], start.roots[k])) continue;
+    found.roots.push_back(std::move(start.roots[k]));
+    found.gradients.push_back(std::move(start.gradients[k]));
+  }
+  return found;
 }
 
 /// A chunk's input gradients go to the chunk before: at once on this rank, else with SEND_B, the next action.
@@ -175,7 +195,7 @@ BackwardStart start_of(const RunState& run, const Action& action, Stash& own) {
     throw std::runtime_error(core::to_string(action) + ": " + std::to_string(start.gradients.size()) +
                              " gradients arrived for " + std::to_string(start.roots.size()) + " outputs");
   }
-  return start;
+  return with_gradients(std::move(start));
 }
 
 void backward(RunState& run, const Action& action) {
