@@ -51,6 +51,8 @@ class ForeignTensors:
         self._is_users = False
         self._keeps: bool | None = None
         """Whether a hook keeps tensors; None until a forward has run."""
+        self.showing = 0
+        """How many modules' hooks run: what these read themselves, to log it, is no matter."""
         self._seen = StorageLabels[tuple[object, str]]()
         """The mark of the run it is of, and who keeps it."""
 
@@ -60,6 +62,7 @@ class ForeignTensors:
         Args:
             is_users: code of the user's computes the loss.
         """
+        self.showing = 0
         if self.hooked():
             self._run, self._is_users = run, is_users
 
@@ -76,7 +79,7 @@ class ForeignTensors:
             return nullcontext()
 
         def keeper(tensor: Tensor) -> str:
-            if run.position < run.lo:
+            if run.position < run.lo or self.showing:
                 return ""
             of, name = self._seen.get(tensor) or (run.mark, "")
             return "" if of is run.mark else name
@@ -181,12 +184,14 @@ class _Note:
         shown = self._tensors.note(self._name, module, (args, output))
         self._shown.append(shown)
         if shown is not None:
+            self._tensors.showing += 1
             shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""
         shown = self._shown.pop() if self._shown else None
         if shown is not None:
+            self._tensors.showing -= 1
             shown.look()
 
 

@@ -72,7 +72,7 @@ def test_a_hook_that_sees_parts_is_said_once(hook: Callable[[nn.Module], Any]) -
 
 
 def of_a_block(model: nn.Module) -> None:
-    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: args[0].mean() and None)
+    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: print(args[0].mean().item()))
 
 
 def of_what_it_takes(model: nn.Module) -> None:
