@@ -15,6 +15,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d.errors import RankError
 from tests.helpers.ranks import RankPool
 
+logger = logging.getLogger(__name__)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -72,7 +73,7 @@ def test_a_hook_that_sees_parts_is_said_once(hook: Callable[[nn.Module], Any]) -
 
 
 def of_a_block(model: nn.Module) -> None:
-    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: print(args[0].mean().item()))
+    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: logger.debug(args[0].mean().item()))
 
 
 def of_what_it_takes(model: nn.Module) -> None:
