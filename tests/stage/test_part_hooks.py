@@ -73,7 +73,8 @@ def test_a_hook_that_sees_parts_is_said_once(hook: Callable[[nn.Module], Any]) -
 
 
 def of_a_block(model: nn.Module) -> None:
-    model.get_submodule("layers.1").register_forward_hook(lambda module, args, output: logger.debug(args[0].mean().item()))
+    layer = model.get_submodule("layers.1")
+    layer.register_forward_hook(lambda module, args, output: logger.debug(args[0].mean().item()))
 
 
 def of_what_it_takes(model: nn.Module) -> None:
