@@ -51,7 +51,7 @@ class ForeignTensors:
         self._is_users = False
         self._keeps: bool | None = None
         """Whether a hook keeps tensors; None until a forward has run."""
-        self.showing = 0
+        self._showing = 0
         """How many modules' hooks run: what these read themselves, to log it, is no matter."""
         self._seen = StorageLabels[tuple[object, str]]()
         """The mark of the run it is of, and who keeps it."""
@@ -62,7 +62,7 @@ class ForeignTensors:
         Args:
             is_users: code of the user's computes the loss.
         """
-        self.showing = 0
+        self._showing = 0
         if self.hooked():
             self._run, self._is_users = run, is_users
 
@@ -79,7 +79,7 @@ class ForeignTensors:
             return nullcontext()
 
         def keeper(tensor: Tensor) -> str:
-            if run.position < run.lo or self.showing:
+            if run.position < run.lo or self._showing:
                 return ""
             of, name = self._seen.get(tensor) or (run.mark, "")
             return "" if of is run.mark else name
@@ -147,8 +147,13 @@ class ForeignTensors:
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
                 self._see(name, leaf, self._run.mark if self._is_right(name, module, leaf) else None)
+        self._showing += 1
         refuses = self._is_users and not self._computes_loss
         return _Shown(name, partial(self._see_computed, name, self._run.mark), refuses, self._note_kept)
+
+    def end_hooks(self) -> None:
+        """Those that were shown what `note` was told of are done."""
+        self._showing -= 1
 
     def _note_kept(self) -> None:
         self._keeps = True
@@ -184,14 +189,13 @@ class _Note:
         shown = self._tensors.note(self._name, module, (args, output))
         self._shown.append(shown)
         if shown is not None:
-            self._tensors.showing += 1
             shown.begin([args, output, *(one for one in tree_leaves((args, output)) if isinstance(one, Tensor))])
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """They are done. Raises: SplitError when they keep a tensor that the loss function would not find."""
         shown = self._shown.pop() if self._shown else None
         if shown is not None:
-            self._tensors.showing -= 1
+            self._tensors.end_hooks()
             shown.look()
 
 
