@@ -9,7 +9,16 @@ from torch.optim import Optimizer
 
 from fold3d.data_parallel.gradients import Factor
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
+from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import RawRecord
+
+
+def untaken() -> ConfigError:
+    """Returns the error of a run that would drop gradients."""
+    return ConfigError(
+        "engine.run begins a step with gradients of zero, and nobody has taken those of the run before: call "
+        "optimizer.step(), or optimizer.zero_grad() to drop them. Micro-batches of one step all go into one run"
+    )
 
 
 class GradientSync:
@@ -36,6 +45,9 @@ class GradientSync:
             chunks: of this rank, in the order of their last backwards.
             whole: somebody reads or changes `.grad` before the optimizer's step, which takes what it finds.
         """
+
+    def check_taken(self) -> None:
+        """Raises ConfigError where gradients of the step before are still here, for an optimizer that was attached."""
 
     def before_chunk(self, chunk: int) -> None:
         """Waits for the parameters that any module of the chunk may read."""

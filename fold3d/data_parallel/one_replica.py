@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fold3d.comms.groups import Groups
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.gradient_sync import GradientSync
+from fold3d.data_parallel.gradient_sync import GradientSync, untaken
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.separable import check_separable, check_steps, compare_settings
@@ -31,11 +31,14 @@ class OneReplica(GradientSync):
         self._whole = False  # somebody may have changed the gradients
         self._host: HostSteps | None = None
         self._taken: list[tuple[Parameter, Tensor]] = []  # what `.grad` held when the optimizer was stepped
+        self._is_attached, self._untaken = False, False  # gradients that an optimizer that was attached has not taken
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
         cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
         compare_settings(optimizer, self._groups.world)
+        self._is_attached = True
+        optimizer.register_step_post_hook(self._was_taken)
         if self.steps_by_itself:
             if self._kernels:
                 check_steps(optimizer)
@@ -52,9 +55,15 @@ class OneReplica(GradientSync):
         self.abandon()
         self._whole = whole
 
+    def check_taken(self) -> None:
+        """Raises ConfigError where they are still in `.grad`."""
+        if self._untaken and any(parameter.grad is not None for parameter in self._cut.parameters.values()):
+            raise untaken()
+
     def end(self) -> None:
         """Sums the gradients of weights that several ranks hold, and have shares of."""
         gradients.sum_tied(self._tied)
+        self._untaken = self._is_attached
 
     def norm(self) -> Tensor:
         """Returns the global gradient norm, the same on every rank; all ranks call."""
@@ -79,6 +88,7 @@ class OneReplica(GradientSync):
 
     def abandon(self) -> None:
         """Takes the gradients off the parameters."""
+        self._untaken = False
         for parameter in self._cut.parameters.values():
             parameter.grad = None
 
@@ -90,6 +100,9 @@ class OneReplica(GradientSync):
     def close(self) -> None:
         """The optimizer may go on by itself."""
         self._whole = False
+
+    def _was_taken(self, *_: Any) -> None:
+        self._untaken = False
 
     def _share_tied(self, *_: Any) -> None:
         """Gives the copies of tied weights the first one's gradients, if others may have changed them."""

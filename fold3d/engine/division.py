@@ -128,7 +128,7 @@ class Division:
                 made.append(whole)
                 continue
             kind = self._kind(function)
-            if self._comparisons.is_due(form_of(whole.inputs), whole.inputs):
+            if self._comparisons.note(form_of(whole.inputs), whole.inputs):
                 flush()
                 self._compare(kind, whole, function, *self._pair(kind, parts))
             made += [
@@ -159,7 +159,7 @@ class Division:
         except ConfigError as error:
             logger.info("micro-batches keep their size: %s", error)
             return False
-        self._comparisons.is_due(form_of(whole.inputs), whole.inputs)  # it has been compared
+        self._comparisons.note(form_of(whole.inputs), whole.inputs)  # which has been compared
         return True
 
     def _kind(self, function: LossFunction) -> str:

@@ -220,10 +220,14 @@ class Engine(state.WholeState):
         found = _engines.get(self.model)
         before = None if found is None else found()
         if before is not None and before is not self and before.is_built:
-            if before._supervisor.progress.life.failure is None:
-                before.drain()
-            before.close()
+            before._give_up()
         _engines[self.model] = weakref.ref(self)
+
+    def _give_up(self) -> None:
+        """Another engine takes the model."""
+        if self._supervisor.progress.life.failure is None:
+            self.drain()
+        self.close()
 
     def _connect(self, cut: CutModel) -> BuiltRank:
         self._rank = rank = connect(cut, self._supervisor, self.world, self.device)
@@ -343,7 +347,8 @@ class Engine(state.WholeState):
                 is there. All ranks pass the same, and all replicas change the gradients in the same way.
         Returns: the replica's loss, scalar, the same on each of its ranks: fp64 where the losses are, else in torch's
             default dtype.
-        Raises: ValueError without micro-batches; RankError on every rank when any rank fails.
+        Raises: ValueError without micro-batches; ConfigError where an attached optimizer has not taken the gradients of
+            the run before (`optimizer.zero_grad()` drops them); RankError on every rank when any rank fails.
         """
         if not micro_batches:
             raise ValueError("run needs at least one micro-batch")
@@ -351,6 +356,7 @@ class Engine(state.WholeState):
         loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
         number = self.step_index
         rank, begun = self._begin(micro_batches[0], loss_fn, (self.config.seed, number, self.topology.dp_rank))
+        rank.step.sync.check_taken()
         self.step_index += 1
         return rank.step.run(
             *(number, self._replan, lambda parts: self.programs.training(parts), micro_batches, loss_fn, begun),

@@ -173,11 +173,7 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
         training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
         used: what of the block is used is added to it.
     """
-    proof = _Proof(call, split, tp, training)
-    wrong = proof.run()
-    if used is not None:
-        used.add(proof.used)
-    return wrong or (_Proof(call, split, tp, training, scale=_LARGER).run() if proof.decides else "")
+    return _prove(call, split, tp, None, training, used)[0]
 
 
 @dataclass(slots=True)
@@ -221,6 +217,12 @@ def prove_sequence(
         sequence: of a block that is given the whole sequence and returns it.
         used: what of the block is used is added to it.
     """
+    return _prove(call, split, tp, sequence, training, used)
+
+
+def _prove(
+    call: CapturedCall, split: BlockSplit, tp: int, sequence: SequenceSplit | None, training: bool, used: Used | None
+) -> tuple[str, set[str]]:
     proof = _Proof(call, split, tp, training, sequence)
     wrong = proof.run()
     if used is not None:

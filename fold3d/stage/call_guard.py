@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -25,6 +27,7 @@ from fold3d.trace.shadow import UncopiableError
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_SETTINGS = (Tensor, nn.Module, FunctionType, ModuleType, type)
+_GONE = object()
 _MOST = 8
 """Values of one attribute for which calls are recorded anew."""
 _MOST_EXPLAINED = 32
@@ -33,6 +36,40 @@ _MOST_EXPLAINED = 32
 
 Values = tuple[tuple[bool, ...], tuple[tuple[int, str, Any], ...]]
 """Which modules train; the values of attributes, each with whose it is, and its name."""
+
+
+class _Look:
+    """Attributes of objects as they were, which are compared without a loop of Python's."""
+
+    def __init__(self, held: Sequence[dict[str, Any]], ignored: Container[tuple[int, str]]) -> None:
+        """Args:
+        held: the attributes of each object.
+        ignored: the number of an object, and the name of an attribute of it that is not looked at.
+        """
+        self._held, self._counts = held, list(map(len, held))
+        found = [
+            (number, name, of)
+            for number, of in enumerate(held)
+            for name in of
+            if name not in _OF_EVERY_MODULE and (number, name) not in ignored
+        ]
+        # Tensors that objects keep are not kept alive here, so of what is no plain value only the kind is compared.
+        plain = [one for one in found if type(one[2][one[1]]) in _PLAIN]
+        other = [one for one in found if type(one[2][one[1]]) not in _PLAIN]
+        self._names, self._of = [name for _, name, _ in plain], [of for *_, of in plain]
+        self._other_names, self._other_of = [name for _, name, _ in other], [of for *_, of in other]
+        self._before = list(map(dict.get, self._of, self._names))
+        self.values = tuple((number, name, of[name]) for number, name, of in plain)
+        """The plain ones."""
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since: the same objects, so a number that was set again may count as changed."""
+        now = map(dict.get, self._of, self._names, itertools.repeat(_GONE))
+        return (
+            list(map(len, self._held)) == self._counts
+            and all(map(operator.is_, now, self._before))
+            and _PLAIN.isdisjoint(map(type, map(dict.get, self._other_of, self._other_names)))
+        )
 
 
 class Settings:
@@ -59,33 +96,37 @@ class Settings:
         self._held = list(held.values())
         self._ignored: set[tuple[int, str]] = set()
         self._changes: Counter[tuple[int, str]] = Counter()
+        self._last: tuple[Values, _Look] | None = None
 
     def now(self, *, trains: bool = False) -> Values:
-        """Returns them.
+        """Returns them: the same object as the call before, where nothing has changed since.
 
         Args:
             trains: as if all modules did.
         """
-        values = tuple(
-            (number, name, value)
-            for number, held in enumerate(self._held)
-            for name, value in held.items()
-            if type(value) in _PLAIN and name not in _OF_EVERY_MODULE and (number, name) not in self._ignored
-        )
-        return tuple(trains or module.training for module in self._modules), values
+        trained = tuple(trains or module.training for module in self._modules)
+        if self._last is not None:
+            values, look = self._last
+            if values[0] == trained and look.holds():
+                return values
+        look = _Look(self._held, self._ignored)
+        self._last = (trained, look.values), look
+        return self._last[0]
 
     def ignore(self, before: Values, now: Values) -> bool:
         """A forward has changed some; returns whether it has changed any, which are left out from now on."""
-        changed = _different(before, now)
-        self._ignored |= changed
-        return bool(changed)
+        return self._leave_out(_different(before, now))
 
     def count(self, before: Values, now: Values) -> bool:
         """The user has changed some; returns whether any has had too many values, which is left out from now on."""
         self._changes.update(_different(before, now))
-        often = {one for one, count in self._changes.items() if count >= _MOST} - self._ignored
-        self._ignored |= often
-        return bool(often)
+        return self._leave_out({one for one, count in self._changes.items() if count >= _MOST} - self._ignored)
+
+    def _leave_out(self, some: set[tuple[int, str]]) -> bool:
+        if some:
+            self._ignored |= some
+            self._last = None
+        return bool(some)
 
     def left(self, values: Values) -> Values:
         """Returns those of `values` that are not left out."""
@@ -111,7 +152,9 @@ class CallGuard:
         self._trace, self._ranges = trace, list(ranges)
         self._settings = Settings(model, trace.blocks)
         self._now = self._settings.now(trains=True)
-        self._known: dict[tuple[Form, Values], list[Trace]] = {(trace.form, self._now): [trace]}
+        self._known: dict[Values, dict[Form, list[Trace]]] = {}
+        self._forms = self._known.setdefault(self._now, {trace.form: [trace]})
+        """Of the settings of now."""
         self._explained: set[tuple[Form, Sizes]] = set()
 
     def enter(self, call: ModelCall, *, only_loss: bool) -> tuple[Trace, ModelCall]:
@@ -124,14 +167,16 @@ class CallGuard:
         model = self._model()
         assert model is not None
         arguments = by_name(model, *call).reading(only_loss)
-        form, self._now = form_of(arguments), self._settings.now()
-        known = self._known.setdefault((form, self._now), [])
+        form, now = form_of(arguments), self._settings.now()
+        if now is not self._now:
+            self._now, self._forms = now, self._known.setdefault(now, {})
+        known = self._forms.setdefault(form, [])
         found = next((one for one in known if one.decisions.hold_for(arguments)), None)
         if found is None:
             found = self._prove(model, arguments, form)
             known.append(found)
-            before = next((one for of, one in self._known if of == form and one[1] != self._now[1]), self._now)
-            if self._settings.count(before, self._now):
+            before = next((of for of, forms in self._known.items() if form in forms and of[1] != now[1]), now)
+            if self._settings.count(before, now):
                 self._forget()
         elif found is not known[0]:  # the next micro-batch is likely to be like this one
             known.remove(found)
@@ -155,8 +200,12 @@ class CallGuard:
     def _forget(self) -> None:
         """Some settings are left out from now on."""
         known, self._known = self._known, {}
-        for (form, values), traces in known.items():
-            self._known.setdefault((form, self._settings.left(values)), []).extend(traces)
+        for values, forms in known.items():
+            left = self._known.setdefault(self._settings.left(values), {})
+            for form, traces in forms.items():
+                left.setdefault(form, []).extend(traces)
+        self._now = self._settings.now()
+        self._forms = self._known.setdefault(self._now, {})
 
     def explain(self, call: ModelCall | None, *, only_loss: bool, head: bool) -> None:
         """The loss of a call is NaN. Raises: SplitError where that is because the model has read what its chunks leave
@@ -197,7 +246,7 @@ class CallGuard:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
                 found = trace_call(model, list(self._trace.modules), arguments, as_it_is=True).under(self._trace.tp)
         except TraceError as error:
-            known = [one for of, traces in self._known.items() if of[0] == form for one in traces]
+            known = [one for forms in self._known.values() for one in forms.get(form, [])]
             alike = next((one for one in known if one.decisions.hold_for(arguments)), None)
             # Kernels of evaluation cannot be recorded, nor can a model that holds on to a graph.
             if alike is not None and (isinstance(error, UncopiableError) or not all(self._now[0])):

@@ -131,9 +131,9 @@ class Comparisons:
         self._largest: dict[Form, int] = {}
         self._counts: Counter[Form] = Counter()
 
-    def is_due(self, form: Form, arguments: Mapping[str, Any]) -> bool:
-        """Returns whether to compare with these arguments: the first of their form, any with more elements than all
-        before, and ever more rarely others. Call it once for each micro-batch."""
+    def note(self, form: Form, arguments: Mapping[str, Any]) -> bool:
+        """A micro-batch has come; returns whether to compare with it: with the first of its form, with any of more
+        elements than all before, and ever more rarely with others."""
         size = sum(leaf.numel() for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
         self._counts[form] += 1
         count, before = self._counts[form], self._largest.get(form, -1)
@@ -217,7 +217,7 @@ class SubPipeline:
         self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor], *, again: bool
     ) -> list[Tensor] | None:
         """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
-        is_due = (not again and self._comparisons.is_due(found.form, found.whole)) or found.form not in self._joined
+        is_due = (not again and self._comparisons.note(found.form, found.whole)) or found.form not in self._joined
         expected = self._run_whole(micro_batch, received) if is_due else None
         if self.reason:
             return None

@@ -81,6 +81,31 @@ def unlike(what: str) -> str:
     return waits.error_of(steps)
 
 
+def run_again(**settings: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """Returns what becomes of a second run before the optimizer's step, the weights after the first was dropped and
+    another step taken, and those of that step alone."""
+
+    def weights(drops: bool) -> dict[str, Tensor]:
+        nonlocal text
+        engine = waits.engine_of(**settings)
+        if drops:
+            waits.run_of(engine, 1)
+            assert engine.optimizer is not None
+            text = waits.error_of(lambda: waits.run_of(engine, 2))
+            engine.optimizer.zero_grad()
+        waits.run_of(engine, 0)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        engine.flush()
+        found = {name: parameter.detach().clone() for name, parameter in engine.owned.items()}
+        engine.close()
+        return found
+
+    text = ""
+    dropped = weights(drops=True)
+    return text, dropped, weights(drops=False)
+
+
 def other_memory() -> str:
     """Returns what becomes of a step after a parameter was given other memory."""
     engine = waits.engine_of(dp=2, dp_sync="zero1")

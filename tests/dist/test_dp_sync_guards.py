@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,6 +39,15 @@ def test_a_weight_that_is_read_by_a_way_nobody_recorded(ranks: RankPool, dp_sync
 def test_a_replica_that_does_otherwise(ranks: RankPool, what: str, text: str) -> None:
     for found in ranks.run(jobs.unlike, 2, what):
         assert text in found, found
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dp_sync": "zero1"}, {"dp_sync": "early"}, {"pp": 2, "bucket_bytes": None}], ids=str
+)
+def test_a_run_before_the_optimizer_took_the_gradients_of_the_last(ranks: RankPool, settings: dict[str, Any]) -> None:
+    for text, dropped, alone in ranks.run(jobs.run_again, 2, **settings):
+        assert "nobody has taken those of the run before" in text and "optimizer.zero_grad()" in text, text
+        assert all(torch.equal(dropped[name], tensor) for name, tensor in alone.items())
 
 
 @pytest.mark.gate
