@@ -17,7 +17,7 @@ from fold3d.engine.pipeline import Pipeline
 from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
-from fold3d.stage.replay import ModelValues
+from fold3d.stage.replay import ModelValues, uniform_weights_filled
 from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance, why_gradients_differ
 from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.trace.arguments import form_of
@@ -191,7 +191,17 @@ class Division:
     def _compare(
         self, kind: str, whole: MicroBatch, function: LossFunction, one: SubMicroBatch, other: SubMicroBatch
     ) -> None:
-        """Compares the loss of two neighbours together with those of each."""
+        """Compares the loss of two neighbours together with those of each: with weights of which none hides anything,
+        and where that gives no numbers with the model's own."""
+        with uniform_weights_filled(self._model):
+            compared = self._compare_once(kind, whole, function, one, other)
+        if not compared:
+            self._compare_once(kind, whole, function, one, other)
+
+    def _compare_once(
+        self, kind: str, whole: MicroBatch, function: LossFunction, one: SubMicroBatch, other: SubMicroBatch
+    ) -> bool:
+        """Returns whether there was anything to compare."""
         runs = self._together(whole, function, one, other)
         drawn, values = library_rng_state(), ModelValues(self._model)
         results = self._pipeline.run(self._schedule, runs, backward=False)
@@ -214,7 +224,7 @@ class Division:
         if changed:
             self._refuse("its forward changes buffers (statistics of a batch norm are such)")
         if allowed == 0.0 or not math.isfinite(together):  # the step says what is wrong with the loss
-            return
+            return False
         each = [
             weight * loss
             for weight, loss in zip(self._weights((one, other), kind), (first, second), strict=True)
@@ -228,6 +238,7 @@ class Division:
                 f"which it should be {_MADE_OF[kind]}. What is computed of a sample depends on the others, or on "
                 f"random numbers that are not drawn for each sample{random}"
             )
+        return True
 
     def _weights(self, parts: Sequence[SubMicroBatch], kind: str) -> list[float]:
         return weights_of(parts, kind, first=int(shifts_labels(self._model)))

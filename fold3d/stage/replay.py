@@ -55,6 +55,30 @@ class ModelValues:
         return bool(changed or moved), list(names)
 
 
+@contextlib.contextmanager
+def uniform_weights_filled(model: nn.Module) -> Iterator[None]:
+    """Within, parameters whose elements are all equal have different ones, of the same sign, the same on all ranks: a
+    gate that begins at zero hides what is behind it, and what that does to its gradient."""
+    before: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for name, parameter in model.named_parameters():
+            value = parameter.data
+            if type(value) is not Tensor or value.is_meta or not value.is_floating_point():
+                continue
+            if value.numel() == 0 or value.element_size() == 1:
+                continue
+            least, most = value.aminmax()
+            if bool(least == most):
+                draw = torch.Generator().manual_seed(sum(map(ord, name)))
+                factors = (torch.rand(value.shape, generator=draw) + 0.5).to(value)
+                before.append((parameter, value))
+                parameter.data = torch.where(value == 0, 0.5, value) * factors
+        yield
+    finally:
+        for parameter, value in before:
+            parameter.data = value
+
+
 class PlainAttributes:
     """Attributes of some modules at the time this is made: numbers, text, None, tensors without a gradient, and lists,
     dictionaries, sets and tuples of them."""

@@ -18,7 +18,7 @@ from fold3d.device import device_of, library_rng_state, same_library_rng_state, 
 from fold3d.sharding.shard import even_part
 from fold3d.stage.loss_run import LossRun, ModelCall
 from fold3d.stage.micro_batch import MicroBatch
-from fold3d.stage.replay import ModelValues
+from fold3d.stage.replay import ModelValues, uniform_weights_filled
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues
 from fold3d.tensor_parallel.group import TensorParallelGroup
@@ -148,8 +148,9 @@ class SubPipeline:
     head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
     is checked with the first micro-batch of each form, with larger ones and now and then (`Comparisons`), and with each
     whose parts take different ways through the blocks; these also run whole, without a backward: where a sample's
-    values depend on others, micro-batches of this chunk stay whole, which is said once. Masks of dropout are those of
-    the whole micro-batch (`PerSampleRandom`).
+    values depend on others, micro-batches of this chunk stay whole, which is said once. The first of a form is compared
+    with other weights, too (`uniform_weights_filled`). Masks of dropout are those of the whole micro-batch
+    (`PerSampleRandom`).
 
     All ranks of a tensor-parallel group compute the same results, to the bit, so they decide alike.
 
@@ -217,9 +218,10 @@ class SubPipeline:
         self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor], *, again: bool
     ) -> list[Tensor] | None:
         """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
-        is_due = (not again and self._comparisons.note(found.form, found.whole)) or found.form not in self._joined
+        is_new = found.form not in self._joined
+        is_due = (not again and self._comparisons.note(found.form, found.whole)) or is_new
         expected = self._run_whole(micro_batch, received) if is_due else None
-        if self.reason:
+        if self.reason or (is_new and not self._holds_of_other_weights(micro_batch, found, received)):
             return None
         try:
             results, are_alike = self._run_parts(micro_batch, found.parts, received)
@@ -286,6 +288,13 @@ class SubPipeline:
         results = self._group.turns.run(functions, [split], self._generators)
         self._draws = any(mode.used for mode in modes)
         return results, all(one == taken[0] for one in taken)
+
+    def _holds_of_other_weights(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> bool:
+        with torch.no_grad(), uniform_weights_filled(self._model):
+            expected = self._run_whole(micro_batch, received)
+            if self.reason or not all(bool(one.isfinite().all()) for one in expected if one.is_floating_point()):
+                return not self.reason  # of numbers that are none nothing is learned
+            return self._compare(found.form, expected, self._run_parts(micro_batch, found.parts, received)[0])
 
     def _compare(self, form: Form, expected: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> bool:
         """Learns how the parts' results make the whole one's; returns whether they do."""

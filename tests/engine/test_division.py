@@ -141,14 +141,26 @@ def test_reductions() -> None:
         ParallelConfig(loss_reduction="mean")
 
 
+class Gated(nn.Module):
+    """Adds the mean over the batch, behind a gate that begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.mean(0)
+
+
 @pytest.mark.parametrize(
     ("coupled", "why"),
     [
         ({"loss": "contrast"}, "of which it should be the mean over samples"),
         ({"norm": nn.BatchNorm1d(WIDTH)}, "its forward changes buffers"),
         ({"norm": nn.BatchNorm1d(WIDTH, track_running_stats=False)}, "of which it should be"),
+        ({"norm": Gated()}, "of which it should be"),
     ],
-    ids=["contrast", "batch norm", "batch norm without statistics"],
+    ids=["contrast", "batch norm", "batch norm without statistics", "gate"],
 )
 def test_coupled_samples_are_refused(coupled: dict[str, Any], why: str) -> None:
     model = made(**coupled)

@@ -360,6 +360,25 @@ def test_what_mixes_samples_later_is_found(what: str) -> None:
     assert "depends on the other samples" in sub.reason
 
 
+def test_a_gate_that_begins_at_zero_hides_nothing() -> None:
+    """Its gradient would be that of the halves from the first step on."""
+
+    def make() -> nn.Module:
+        model = gpt2(0.0)
+        block = model.transformer.h[1]
+        block.gate = nn.Parameter(torch.zeros(16, dtype=torch.float64))
+        own = block.mlp.forward
+
+        def mixes(hidden: Tensor) -> Tensor:
+            out: Tensor = own(hidden)
+            return out + block.gate * out.mean(0)
+
+        block.mlp.forward = mixes
+        return model
+
+    compare(make, batch(4), token_loss, expect="depends on the other samples")
+
+
 def test_gradients_that_count_tokens_are_the_whole_ones() -> None:
     def make() -> nn.Module:
         model: Any = gpt2(0.0)
