@@ -189,8 +189,12 @@ def _device(
 def _count(options: argparse.Namespace) -> None:
     """Makes --hosts and --gpus-per-host the number of processes."""
     if options.hosts is not None:
-        if options.ranks_per_host is None or options.hosts < 1 or options.ranks_per_host < 1:
-            raise ConfigError("--hosts takes a positive number, and --gpus-per-host another one")
+        if options.hosts < 1:
+            raise ConfigError(f"--hosts is {options.hosts}; there is at least one")
+        if options.ranks_per_host is None and options.world_size and options.world_size % options.hosts == 0:
+            options.ranks_per_host = options.world_size // options.hosts
+        if options.ranks_per_host is None or options.ranks_per_host < 1:
+            raise ConfigError(f"--hosts {options.hosts} needs a positive --gpus-per-host, or -w, a multiple of it")
         count = options.hosts * options.ranks_per_host
         if options.world_size not in (None, count):
             raise ConfigError(

@@ -304,11 +304,13 @@ def test_a_cluster_of_hosts(capsys, gpt2_folder, tmp_path):  # noqa: F811
     ):
         (tmp_path / name).write_text(text)
         assert run(capsys, *common, "--cluster", tmp_path / name)[1] == out
+    assert run(capsys, *common, "-w", 4, "--hosts", 2, *hosts[4:])[1] == out
     alone = run(capsys, *common, "-w", 4, "--bandwidth", 0.01)[1]  # a card for each: two gradients do not share one
     assert step_ms(alone) < step_ms(out)
     (tmp_path / "wrong.toml").write_text("gpus = 2\n")
     for arguments, message in (
         ((), "say how many processes there are"),
+        (("-w", 5, "--hosts", 2), "--hosts 2 needs a positive --gpus-per-host, or -w, a multiple of it"),
         (("-w", 8, *hosts), "-w 8 contradicts --hosts * --gpus-per-host = 4"),
         ((*hosts, "--bandwidth", 3), "--bandwidth contradicts --link"),
         (("-w", 4, "--link", "10Gbit,5us"), "say how many GPUs each has"),
