@@ -93,6 +93,8 @@ def shares_of_equal_rows(case: Case) -> list[float]:
         torch.manual_seed(123)
         before = torch.get_rng_state()
         engine.run([same] * case.m, loss_of)
+        assert engine.optimizer is not None
+        engine.optimizer.zero_grad()
         engine.run([same] * case.m, loss_of)
         assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are not touched"
         engine.close()
