@@ -57,7 +57,6 @@ class EachMicroBatch(Versioned):
         super().__init__(cut, groups, config, *rest, versions=versions)
         life = groups.world.progress.life
         self._exchange = Exchange[Tensor](groups.topology, config.timeout_seconds, life)  # of losses and norms
-        self._stages = groups.topology.pp
         self._begun = 0  # micro-batches
         self._version_of: dict[int, int] = {}  # by the number of a micro-batch that is in the pipeline
         self._settings: deque[Settings] = deque()  # of micro-batches whose updates are to come
