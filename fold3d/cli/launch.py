@@ -233,10 +233,14 @@ def _plan(job: _Job) -> Iterator[str]:
         yield f"{world} processes on {where}; the mesh is chosen at the start"
         return
     tp, pp = mesh.tp or 1, mesh.pp or 1
+    is_told = not {mesh.dp, mesh.tp, mesh.pp} <= {None}
     dp = ParallelConfig(dp=mesh.dp, tp=tp, pp=pp).resolve_dp(world)
-    yield f"{world} processes on {where}: dp={dp}, tp={tp}, pp={pp}"
+    yield f"{world} processes on {where}" + (f": dp={dp}, tp={tp}, pp={pp}" if is_told else "")
     for node, host in enumerate(job.hosts or ("this host",)):
         first, last = node * job.per_host, (node + 1) * job.per_host - 1
+        if not is_told:  # the script may say it
+            yield f"  {host}: ranks {first}..{last}"
+            continue
         places = [coordinates(rank, pp, tp) for rank in range(first, last + 1)]
         replicas, stages = ({getattr(place, axis) for place in places} for axis in ("dp", "pp"))
         yield f"  {host}: ranks {first}..{last}; replicas {_few(replicas)}, stages {_few(stages)}"
