@@ -202,7 +202,7 @@ def by_formula(pp: int) -> None:
 def by_axis() -> None:
     """Prints what a rank has and does in a step as replicas and stages grow, in jobs that this machine cannot hold."""
     from fold3d import _C
-    from fold3d.comms.tree import Tree
+    from fold3d.comms.tree_group import Tree
     from fold3d.comms.world_group import rounds
     from fold3d.schedule import Kind, generate, lower
 

@@ -22,14 +22,13 @@ from torch.utils._pytree import TreeSpec
 
 from fold3d.errors import Fold3dError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.search import decide
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import assumed_profile, profile_model
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
+from fold3d.profile.shard import layers_of_a_shard, of_a_shard, with_tp_sync
 from fold3d.profile.stashes import stashes_of
-from fold3d.profile.tp_sync import with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.splitting import plan_sharding
 from fold3d.trace import Trace

@@ -6,12 +6,11 @@ from fold3d.checkpoint.background import Background, Part
 from fold3d.checkpoint.consensus import together
 from fold3d.checkpoint.delivery import Delivery, sees_folder, write_all
 from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_stale
-from fold3d.checkpoint.late_gradients import STEM as LATE_GRADIENTS
-from fold3d.checkpoint.late_gradients import filling_late
 from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
 from fold3d.checkpoint.regions import regions_of
 from fold3d.checkpoint.torch_file import reading
-from fold3d.checkpoint.weights import WeightsFiles, load_weights, remove_unfinished
+from fold3d.checkpoint.weights import STEM as LATE_GRADIENTS
+from fold3d.checkpoint.weights import WeightsFiles, filling_late, load_weights, remove_unfinished
 
 __all__ = [
     "LATE_GRADIENTS",

@@ -15,7 +15,7 @@ from torch import Tensor
 from fold3d.comms.family import as_bytes
 from fold3d.data_parallel.bucket import Piece, memory_order
 from fold3d.sharding.shard import Shard, even_part
-from fold3d.weights.part_reader import fill
+from fold3d.weights.safetensors_file import fill
 
 Key = TypeVar("Key", bound=Hashable)
 Index = tuple[int, ...]

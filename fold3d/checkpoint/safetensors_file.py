@@ -1,6 +1,6 @@
 """make_file(): a safetensors file at its size, without the tensors' bytes; and the check of such a file.
 
-For the format see `fold3d/weights/safetensors_header.py`.
+For the format see `fold3d/weights/safetensors_file.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fold3d.checkpoint.regions import Entry
-from fold3d.weights.safetensors_header import DTYPES, read_header
+from fold3d.weights.safetensors_file import DTYPES, read_header
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}

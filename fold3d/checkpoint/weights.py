@@ -17,9 +17,11 @@ from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.names import tied_groups
 from fold3d.checkpoint.regions import Entry
 from fold3d.checkpoint.safetensors_file import make_file
+from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.errors import CheckpointError
 from fold3d.weights import pretrained
 from fold3d.weights.parts import Parts
+from fold3d.weights.pretrained import PretrainedFolder
 
 STEM = "model"
 MAX_SHARD_SIZE = "50GB"
@@ -112,3 +114,32 @@ def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, par
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
+
+
+LATE_GRADIENTS = "late_gradients"
+
+
+def filling_late(folder: Path, parts: Parts) -> Callable[[str, Tensor], bool]:
+    """Returns what fills this rank's part of a parameter's gradient, or of a version of it, from a checkpoint, and
+    returns whether it is there; it raises CheckpointError for one of another shape.
+
+    Args:
+        parts: which part of each gradient is read.
+    Raises: CheckpointError for a file that is missing or damaged.
+    """
+    source = PretrainedFolder(folder, LATE_GRADIENTS)
+    names = set(source.keys())
+
+    def fill(name: str, gradient: Tensor) -> bool:
+        if name not in names:
+            return False
+        parameter = parameter_of(name)
+        whole, found = parts.whole_shape(parameter, gradient.shape), source.shape(name)
+        if found != whole:
+            raise CheckpointError(
+                f"{folder} belongs to another model: the late gradient of {name} has shape {found}, and {whole} here"
+            )
+        source.read_into(name, gradient, parts.shard_of(parameter), parts.rank)
+        return True
+
+    return fill

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fold3d import __version__
-from fold3d.cli import cluster, cost, doctor, draw, launch, plan, schedules, simulate, trace, validate
+from fold3d.cli import cluster, cost, doctor, launch, plan, schedules, simulate, trace
 from fold3d.cli.answers import Answer
 from fold3d.cli.parser import Parser
 from fold3d.errors import Fold3dError
@@ -26,7 +26,7 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     made = Parser(prog="fold3d", description=__doc__)
     made.add_argument("--version", action="version", version=f"fold3d {__version__}")
     subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace, doctor, launch, cluster, cost):
+    for module in (schedules, simulate, trace, doctor, launch, cluster, cost):
         module.add(subcommands)
     plan.add(subcommands, knobs=words is None or "plan" in words)
     return made

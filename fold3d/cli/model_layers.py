@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from fold3d.config import Partition
     from fold3d.plan.costs import Profile
-    from fold3d.plan.hosts import Hosts
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import Hosts, Job
     from fold3d.plan.space.mesh import Mesh
 
 _FLOPS = 1e12
@@ -105,8 +104,7 @@ class ModelLayers:
         )
 
     def _shard(self, tp: int, sequence_parallel: bool) -> Profile:
-        from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-        from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+        from fold3d.profile.shard import halves_factor, layers_of_a_shard, of_a_shard, with_tp_sync
         from fold3d.splitting.plan_sharding import plan_sharding
 
         whole = self._profiles[1]

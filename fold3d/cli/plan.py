@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import cluster_option, model_option, rivals, tp_option
+from fold3d.cli import cluster_option, model_option, rivals
 from fold3d.cli.model_option import say as _say
 from fold3d.cli.tables import breakdown_table, columns, memory_table, rivals_of
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fold3d.cli.model_layers import ModelLayers
-    from fold3d.plan.constraints import Constraints
     from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
     from fold3d.plan.proposal import Proposal
     from fold3d.plan.search import Found, PlanProgress
     from fold3d.plan.space.mesh import Mesh, Tried
-    from fold3d.plan.strategy import Strategy
+    from fold3d.plan.strategy import Constraints, Strategy
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
@@ -112,7 +111,7 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         "--copy-bandwidth", type=float, metavar="GB", help="GB/s between device and host memory, each way; default 25"
     )
     cluster_option.add(costs)
-    tp_option.add(costs)
+    cluster_option.add_tp_link(costs)
     made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
     made.set_defaults(run=run)
     if knobs:
@@ -172,8 +171,8 @@ def _answer(options: argparse.Namespace, known: ModelLayers | None = None) -> _P
     Args:
         known: the model's layers, recorded for another device.
     """
-    from fold3d.plan.constraints import Constraints
     from fold3d.plan.space.registry import KNOBS, constrained
+    from fold3d.plan.strategy import Constraints
 
     strategy = None if options.strategy is None else _given(options)
     _settle(options)
@@ -546,7 +545,7 @@ class _Layers:
         known: of the same model and micro-batch.
         """
         self._options = options
-        self._link = tp_option.link_of(options, has_tp=options.tp != 1)
+        self._link = cluster_option.link_of(options, has_tp=options.tp != 1)
         self._layers = known or _recorded(options)
         self.example, self.trace = self._layers.example, self._layers.trace
         self.whole = self._layers.profile(options.tflops * 1e12)
@@ -558,7 +557,7 @@ class _Layers:
 
     def job(self, mesh: Mesh) -> Job:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
-        from fold3d.plan.hosts import Hosts, Link
+        from fold3d.plan.job import Hosts, Link
         from fold3d.schedule import style_of
 
         options = self._options

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import schedule_option, tp_option
+from fold3d.cli import cluster_option
 from fold3d.cli.parser import picture
+from fold3d.cli.schedules import add_schedule, recompute_of, schedule_of, title_of
 from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
@@ -27,7 +28,7 @@ _MOST = 1e9
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
     made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
-    schedule_option.add(made)
+    add_schedule(made)
     work = made.add_argument_group("work of one stage, all its segments together")
     work.add_argument(
         "--forward", type=float, default=10.0, metavar="MS", help="forward time of a micro-batch; default 10"
@@ -57,7 +58,7 @@ def add(subcommands: Any) -> None:
         help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
     cluster = made.add_argument_group("cluster")
-    tp_option.add(cluster)
+    cluster_option.add_tp_link(cluster)
     cluster.add_argument(
         "--tp-overlap", metavar="WAY", help="how tensor-parallel sums are hidden: sub, none or auto; default auto"
     )
@@ -137,15 +138,15 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.plan.memory.spared import Spared
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.dp_sync import gradient_share
-    from fold3d.plan.space.tp_times import even_regions, layers_seconds
+    from fold3d.plan.space.tp_overlap import even_regions, layers_seconds
     from fold3d.recompute import Choice, Recompute
 
     if options.picture and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--picture needs matplotlib, which is not installed: pip install matplotlib")
     _check_sizes(options)
-    schedule = schedule_option.schedule_of(options, "simulate")
+    schedule = schedule_of(options, "simulate")
     schedules.validate(schedule)
-    again = schedule_option.recompute_of(options, schedule)
+    again = recompute_of(options, schedule)
     if options.saved is not None and not options.saved >= 0:
         raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
     leaves = Offload.parse(options.offload)
@@ -165,7 +166,7 @@ def run(options: argparse.Namespace) -> None:
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")
-    link, overlap = tp_option.link_of(options, has_tp=options.tp > 1), tp_option.overlap_of(options)
+    link, overlap = cluster_option.link_of(options, has_tp=options.tp > 1), cluster_option.overlap_of(options)
     network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, **link)
     sums = [TpExchange(round(options.activation * 1e6))] * 2
 
@@ -229,7 +230,7 @@ def _show(
     if options.picture:
         from fold3d.observe.timeline_picture import write_picture
 
-        title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
+        title = f"{title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.picture, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         if not options.json:
             print(options.picture)

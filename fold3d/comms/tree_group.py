@@ -2,17 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fold3d.comms.family import Family, as_bytes
-from fold3d.comms.tree import Tree
 from fold3d.faults.progress import Progress
+
+FAN_OUT = 4
+"""Members below a member. More of them: fewer levels, more connections per process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree over the members 0 ... size - 1. A subtree is a range of them that begins with its top.
+
+    A member meets two families: its children and itself, and its siblings and parent. In a family all are connected.
+    """
+
+    size: int
+    fan_out: int = FAN_OUT
+
+    def parent(self, member: int) -> int | None:
+        """Returns the member above, None for member 0."""
+        return self._find(member)[0]
+
+    def subtree(self, member: int) -> range:
+        """Returns `member` and all below it."""
+        return self._find(member)[1]
+
+    def children(self, member: int) -> list[int]:
+        """Returns the members directly below, in ascending order."""
+        return [part.start for part in self._parts(self.subtree(member))]
+
+    def family(self, member: int) -> list[int]:
+        """Returns `member` and its children."""
+        return [member, *self.children(member)]
+
+    def connections(self, member: int) -> int:
+        """Returns how many others `member` is connected with: at most 2 * fan_out, however many there are."""
+        above = self.parent(member)
+        return len(self.children(member)) + (0 if above is None else len(self.children(above)))
+
+    def one_way(self) -> int:
+        """Returns how many messages bring something from all members to member 0, or from it to all."""
+        return self.size - 1
+
+    def levels(self) -> int:
+        """Returns how many families lie between member 0 and the lowest members."""
+        count, span = 0, range(self.size)
+        while parts := self._parts(span):
+            count, span = count + 1, parts[-1]  # the last part is never smaller than the others
+        return count
+
+    def _parts(self, span: range) -> list[range]:
+        """Returns the subtrees directly below the top of the subtree `span`, as equal as can be."""
+        below = len(span) - 1
+        count = min(self.fan_out, below)
+        bounds = [span.start + 1 + below * k // count for k in range(count + 1)] if count else []
+        return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+    def _find(self, member: int) -> tuple[int | None, range]:
+        if not 0 <= member < self.size:
+            raise ValueError(f"member {member} is outside a tree of {self.size}")
+        above, span = None, range(self.size)
+        while span.start != member:
+            above = span.start
+            span = next(part for part in self._parts(span) if member in part)
+        return above, span
+
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Of two tensors of one shape and dtype, element by element."""
@@ -228,3 +293,41 @@ class TreeGroup:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _TensorHere:
+    """Stands for a tensor that follows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def broadcast_value(value: Any, source: int, group: TreeGroup) -> Any:
+    """Returns member `source`'s `value` to all members of `group`; all of them call.
+
+    Args:
+        value: any nesting that torch.utils._pytree knows, with tensors and picklable values; others' are ignored.
+    """
+    is_source = group.index == source
+    tensors: list[torch.Tensor] = []
+
+    def describe(tensor: torch.Tensor) -> _TensorHere:
+        # A conjugate or negative view has other bits in memory than its values.
+        tensors.append(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        return _TensorHere(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    header = group.share(tree_map_only(torch.Tensor, describe, value) if is_source else None, source)
+    if is_source:
+        for tensor in tensors:
+            group.broadcast(tensor, source)
+        return value
+
+    def receive(described: _TensorHere) -> torch.Tensor:
+        device = torch.device(described.device_type)
+        tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
+        group.broadcast(tensor, source)
+        return tensor
+
+    return tree_map_only(_TensorHere, receive, header)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.comms.tree import Tree
-from fold3d.comms.tree_group import Combine, TreeGroup
+from fold3d.comms.tree_group import Combine, Tree, TreeGroup
 from fold3d.device import default_device
 from fold3d.errors import Fold3dError, RankError
 from fold3d.faults.progress import Progress

@@ -31,7 +31,7 @@ from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.flow import Flow, MicroBatchFlow
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.cut_model import CutModel
-from fold3d.engine.planning.less_memory import LessMemory
+from fold3d.engine.planning.memory_limit import LessMemory
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fold3d.comms.world_group import WorldGroup
 from fold3d.plan.simulator import RankBreakdown
 
-if TYPE_CHECKING:  # drawing records needs neither torch nor the extension
+if TYPE_CHECKING:
     from fold3d import _C
+
 
 NS_PER_MS = 1e6
 RawRecord = tuple[str, str, int, int, int]
@@ -314,3 +318,21 @@ def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list
         for lane, action, start, end, size in records
     ]
     return world.gather(mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one optimizer step reports; the same on every rank, but for the breakdown."""
+
+    loss: torch.Tensor
+    """Loss of the global batch, scalar."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping, scalar, on the engine's device; reading its value waits for the step's
+    kernels. With gradient_delay=1 it is that of the gradients that the step applied, those of the step before."""
+    make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
+    """Makes `breakdown`."""
+
+    @cached_property
+    def breakdown(self) -> StepBreakdown:
+        """Where this rank's time went. Computed when it is first read, which costs CPU time between steps."""
+        return self.make_breakdown()

@@ -9,10 +9,9 @@ from typing import Any
 from fold3d import schedule as schedules
 from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.programs import Programs
 from fold3d.plan.space import dp_sync, group_size, registry, schedule
-from fold3d.plan.strategy import MIXED, Ranges, Strategy, given
+from fold3d.plan.strategy import MIXED, Constraints, Ranges, Strategy, given
 from fold3d.recompute import Recompute
 from fold3d.trace import Trace
 

@@ -12,7 +12,6 @@ from fold3d import schedule as schedules
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, config_errors, core_spared, layout_of, numbers_of, simulate, spared_of_core
 from fold3d.plan.measured import with_times, without_recomputed
@@ -22,7 +21,7 @@ from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import bucket_bytes, offload, recompute, registry
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
-from fold3d.plan.strategy import MIXED, Strategy, name_of
+from fold3d.plan.strategy import MIXED, Constraints, Strategy, name_of
 from fold3d.topology import num_segments
 
 DECISIVE = 1.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fold3d.comms.tree import FAN_OUT, Tree
+from fold3d.comms.tree_group import FAN_OUT, Tree
 from fold3d.comms.world_group import connections, messages
 from fold3d.topology import Topology
 

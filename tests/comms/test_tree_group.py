@@ -21,10 +21,8 @@ from torch import nn
 
 from fold3d import Engine, ParallelConfig
 from fold3d.comms import family
-from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.shared_gloo import connect_few
-from fold3d.comms.tree import FAN_OUT, Tree
-from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.tree_group import FAN_OUT, Tree, TreeGroup, broadcast_value
 from fold3d.comms.world_group import WorldGroup, connections, messages
 from fold3d.errors import ConfigError, RankError
 from fold3d.faults.progress import Progress

@@ -20,11 +20,10 @@ from fold3d.comms.groups import Groups
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine.planning import replanner
 from fold3d.errors import Fold3dError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 from fold3d.profile import layers as profile
 from fold3d.topology import Topology
 from tests.dist.dp_sync_loops import sgd

@@ -13,7 +13,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d.engine.planning import mesh
 from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError, MemoryLimitError
-from fold3d.plan.hosts import Hosts, Link
+from fold3d.plan.job import Hosts, Link
 from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace
 from tests.helpers import models

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fold3d
 from fold3d.comms import rings
 from fold3d.engine.planning import cut_model, planner
-from fold3d.observe.step_output import StepOutput
+from fold3d.observe.step_breakdown import StepOutput
 from fold3d.plan.costs import Profile
 from fold3d.plan.space.tp_overlap import KNOB
 from fold3d.profile.network import ShardLink

@@ -16,14 +16,13 @@ import pytest
 
 from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
 from fold3d.plan.measured import plan_gathers
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide, recheck, search
 from fold3d.plan.simulator import predict
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"

@@ -9,13 +9,12 @@ import pytest
 from fold3d.cli.main import main
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.resolve import constraints_of, unplanned
 from fold3d.plan.search import recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.search import Found, search_jobs
 from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import make_job
 
 

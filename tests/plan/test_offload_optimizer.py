@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
 from fold3d.plan.memory.model import peaks_of
 from fold3d.plan.search import decide, search
 from fold3d.plan.space.offload import OPTIMIZER, optimizer_costs
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from fold3d.profile.optimizer import update_cost
 from tests.plan.jobs import make_job
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import predicted_curves
 from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.plan.memory.spared import Spared
 from fold3d.plan.search import decide, recheck, search
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 SAVED, SENT = 1_000_000, 8192

@@ -35,14 +35,13 @@ from fold3d.errors import ConfigError, SplitError
 from fold3d.observe.announce import announce
 from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.micro_batch_size import in_parts
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import check_buckets, fitted, needs_planner, unplanned
 from fold3d.plan.space.offload import offloaded_chunks
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import even_part

@@ -28,18 +28,16 @@ from fold3d.engine.planning.planner import agreed_profile, profile_of, steps_par
 from fold3d.errors import ConfigError, MemoryLimitError, TraceError
 from fold3d.faults.job import supervisor_of_engine
 from fold3d.observe.announce import announce
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, Profile
-from fold3d.plan.hosts import Hosts, Link
-from fold3d.plan.job import Job
+from fold3d.plan.job import Hosts, Job, Link
 from fold3d.plan.layout import places
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.resolve import resolve_auto
 from fold3d.plan.search import Found, decide_jobs
 from fold3d.plan.space.mesh import Mesh, meshes
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.network import probe_network, probe_shards
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-from fold3d.profile.tp_sync import with_tp_sync
+from fold3d.profile.shard import layers_of_a_shard, of_a_shard, with_tp_sync
 from fold3d.schedule import style_of
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.topology import Topology

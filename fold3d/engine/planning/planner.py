@@ -27,7 +27,6 @@ from fold3d.device import processes_of_host
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.memory.changes import predicted_curves
@@ -36,10 +35,10 @@ from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, size
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network import ShardLink, copy_bandwidth, probe_network, probe_shards
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+from fold3d.profile.shard import halves_factor, layers_of_a_shard, of_a_shard, with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding

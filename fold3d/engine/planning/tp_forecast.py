@@ -20,8 +20,7 @@ from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import DECISIVE
-from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import traffic
+from fold3d.plan.space.tp_overlap import KNOB, traffic
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import of_stage

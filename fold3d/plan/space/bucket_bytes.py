@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from fold3d.config import parse_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob, SoFar
+from fold3d.plan.strategy import Constraints
 
 WHOLE_CHUNK = 1 << 50
 """Makes every chunk one bucket."""

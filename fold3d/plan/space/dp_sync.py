@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from fold3d.config import DP_SYNC, DP_SYNC_DTYPES
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import MIXED, Strategy
+from fold3d.plan.strategy import MIXED, Constraints, Strategy
 
 DEFAULT = "early"
 WHOLE = "float32"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.space.knob import Knob
+from fold3d.plan.strategy import Constraints
 
 SCHEDULES = frozenset(info.name for info in schedules.registry() if info.uses_group_size)
 """Names of the schedules that have a group size."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 
 T = TypeVar("T")
 SoFar = Mapping[str, Any]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.job import Job
 from fold3d.plan.space import (
     bucket_bytes,
@@ -19,7 +18,7 @@ from fold3d.plan.space import (
     tp_overlap,
 )
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 
 KNOBS: list[Knob[Any]] = [
     segments.KNOB,

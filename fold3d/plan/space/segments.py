@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.space.knob import Knob
+from fold3d.plan.strategy import Constraints
 
 
 def _check(value: int, constraints: Constraints) -> None:
