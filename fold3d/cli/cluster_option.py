@@ -256,7 +256,7 @@ def link_of(options: argparse.Namespace, *, has_tp: bool) -> TpLink:
     numbers = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
     for name, value in {**numbers, "--tp-overlap": options.tp_overlap}.items():
         if value is not None and not has_tp:
-            raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add_tp_link --tp 2")
+            raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add --tp 2")
     for name, value in numbers.items():
         if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
