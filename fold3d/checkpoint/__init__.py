@@ -9,8 +9,7 @@ from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_st
 from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
 from fold3d.checkpoint.regions import regions_of
 from fold3d.checkpoint.torch_file import reading
-from fold3d.checkpoint.weights import STEM as LATE_GRADIENTS
-from fold3d.checkpoint.weights import WeightsFiles, filling_late, load_weights, remove_unfinished
+from fold3d.checkpoint.weights import LATE_GRADIENTS, WeightsFiles, filling_late, load_weights, remove_unfinished
 
 __all__ = [
     "LATE_GRADIENTS",

@@ -1,4 +1,4 @@
-"""Delivery: how the tensors of all ranks come into the files of one save."""
+"""Delivery: how the tensors of all ranks come into the files of one save; Relay: how they come to rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: model.safetensors (or shards and an index), written and read in parts."""
+"""Weights: model.safetensors (or shards and an index), written and read in parts; late gradients, read in parts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ from fold3d.weights.pretrained import PretrainedFolder
 STEM = "model"
 MAX_SHARD_SIZE = "50GB"
 """The stock `save_pretrained` default."""
+LATE_GRADIENTS = "late_gradients"
+"""Stem of the file with the gradients of the last step before the checkpoint, where gradient_delay=1 keeps them.
+
+By canonical name, whole, as they are kept in memory, of what was used. The settings that they will be taken with are in
+fold3d.json. Versions of weights that later steps need are there, too: "NAME@1" is that of one update ago, and so on."""
 _FILLING = ".tmp"
 """Behind the name of a file that is not complete."""
 
@@ -114,9 +119,6 @@ def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, par
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
-
-
-LATE_GRADIENTS = "late_gradients"
 
 
 def filling_late(folder: Path, parts: Parts) -> Callable[[str, Tensor], bool]:

@@ -36,7 +36,8 @@ _LATENCY_WITHIN, _LATENCY_BETWEEN = 10e-6, 50e-6
 
 
 class MachinePlans:
-    """Plans of one model for machines."""
+    """The planner's answers for a model on machines of several kinds. The model is recorded once; speeds, memory and
+    links differ."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Args:

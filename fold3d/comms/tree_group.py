@@ -1,4 +1,6 @@
-"""TreeGroup: collectives of small values, whose connections per process do not grow with the number of ranks."""
+"""TreeGroup: collectives of small values, whose connections per process do not grow with the number of ranks; Tree: who
+meets whom in them.
+"""
 
 from __future__ import annotations
 

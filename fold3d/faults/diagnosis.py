@@ -1,4 +1,6 @@
-"""diagnose(): why communication broke: what another rank told, else who is silent, else who is late."""
+"""diagnose(): why communication broke: what another rank told, else who is silent, else who is late; holding_up(): who
+that is, by the schedule and by where each rank is, when a wait has reached its time limit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepBreakdown: where one step's time went on this rank."""
+"""StepBreakdown: where one step's time went on this rank; StepOutput: what one optimizer step reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job: what the planner is told about a training job."""
+"""Job: what the planner is told about a training job; Hosts: on which machines its ranks are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosts:
-    """Ranks 0, 1 ... fill one host after the other, as torchrun numbers them."""
+    """By what machines are linked, for meshes to be compared. Ranks 0, 1 ... fill one host after the other, as torchrun
+    numbers them."""
 
     per_host: int
     """Ranks of a host."""

@@ -1,4 +1,6 @@
-"""Strategy: everything that was decided about a run, one value with a text form. Names and numbers only."""
+"""Strategy: everything that was decided about a run, one value with a text form; Constraints: what the user has decided
+already. Names and numbers only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""with_tp_sync(): which exchanges TP.sync makes in each layer, and what computing a micro-batch in parts costs."""
+"""What layers cost where several ranks share their weights. of_a_shard(): without TP.sync; with_tp_sync(): which
+exchanges it makes in each layer; halves_factor(): what computing a micro-batch in several parts costs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import Profile, TpExchange
@@ -25,6 +26,12 @@ from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.trace import Trace
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.batches import part_of, samples_of
+
+_log = logging.getLogger(__name__)
+
+_ROUNDS = 3
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 def of_a_shard(
@@ -80,13 +87,13 @@ def _largest_share(sharding: ShardingPlan, name: str, shape: Sequence[int]) -> f
 
 
 def layers_of_a_shard(
-    model: Module,
+    model: nn.Module,
     trace: Trace,
     micro_batch: Mapping[str, Any],
     sharding: ShardingPlan,
     device: torch.device | str = "cpu",
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    prepare: Callable[[Module], object] = lambda model: None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what layers need in memory on a rank of a tensor-parallel group; nothing where that cannot be told.
 
@@ -99,13 +106,6 @@ def layers_of_a_shard(
     except Exception as error:  # whatever a model raises on tensors without values
         _log.info("activations count as if they were whole (%s: %s)", type(error).__name__, error)
         return ()
-
-
-_log = logging.getLogger(__name__)
-
-_ROUNDS = 3
-
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 def with_tp_sync(

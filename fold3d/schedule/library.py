@@ -1,4 +1,6 @@
-"""The registered schedules and what can be done to any schedule; errors become ConfigError."""
+"""The registered schedules, CSV files in the form of torch.distributed.pipelining (one line per rank, cells like 2F0),
+and what can be done to any schedule; errors become ConfigError.
+"""
 
 from __future__ import annotations
 

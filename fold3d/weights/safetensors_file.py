@@ -1,4 +1,5 @@
-"""The header of a safetensors file: which tensors it has, and where their bytes are.
+"""A safetensors file: which tensors it has and where their bytes are; read_part(): a rank's shard of a tensor, read
+without the rest of it.
 
 Format (https://huggingface.co/docs/safetensors): 8 bytes N, little-endian; N bytes of JSON; the tensors' bytes.
 """

@@ -1,4 +1,6 @@
-"""How much memory a rank may use: the one rule for whether the planner is asked, and for what it plans with."""
+"""How much memory a rank may use: the one rule for whether the planner is asked, and for what it plans with;
+LessMemory: what a rank is told of its memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LessMemory:
-    """Of one engine."""
+    """Of one engine: how much memory a rank should need over a step, and what would help."""
 
     job: Job | None
     """What the planner was told; None where it was not asked."""

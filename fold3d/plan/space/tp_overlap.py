@@ -1,4 +1,6 @@
-"""How TP.sync is hidden: sub-micro-batches take turns, products send pieces, or every sum is waited for."""
+"""How TP.sync is hidden: sub-micro-batches take turns, products send pieces, or every sum is waited for; and how long
+layers then take.
+"""
 
 from __future__ import annotations
 
