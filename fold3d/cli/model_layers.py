@@ -104,7 +104,7 @@ class ModelLayers:
         )
 
     def _shard(self, tp: int, sequence_parallel: bool) -> Profile:
-        from fold3d.profile.shard import halves_factor, layers_of_a_shard, of_a_shard, with_tp_sync
+        from fold3d.profile.shard import halves_factor, shard_profile
         from fold3d.splitting.plan_sharding import plan_sharding
 
         whole = self._profiles[1]
@@ -112,10 +112,7 @@ class ModelLayers:
         self._tell(f"dividing blocks among {tp} ranks")
         model, example = self.model, self.example
         sharding = plan_sharding(model, self.trace, example, tp, sequence_parallel=sequence_parallel)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layers = layers_of_a_shard(model, self.trace, example, sharding)
-        shard = of_a_shard(whole, self.trace, sharding, shapes, layers)
-        found = with_tp_sync(shard, model, self.trace, sharding, example)
+        found = shard_profile(whole, model, self.trace, example, sharding)
         if self._device is None:
             return found
         factor = halves_factor(model, self.trace, example, self._device, parts=found.sub_micro_batches)

@@ -92,7 +92,7 @@ def layers_of_a_shard(
     micro_batch: Mapping[str, Any],
     sharding: ShardingPlan,
     device: torch.device | str = "cpu",
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    autocast: Autocast = nullcontext,
     prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[LayerBytes, ...]:
     """Returns what layers need in memory on a rank of a tensor-parallel group; nothing where that cannot be told.
@@ -205,6 +205,27 @@ def halves_factor(
         return 1.0
     # Less than the whole, and more than the whole for each part, is noise.
     return min(float(parts), max(1.0, times[1] * samples / size / times[0]))
+
+
+def shard_profile(
+    whole: Profile,
+    model: nn.Module,
+    trace: Trace,
+    micro_batch: Mapping[str, Any],
+    sharding: ShardingPlan,
+    device: torch.device | str = "cpu",
+    autocast: Autocast = nullcontext,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> Profile:
+    """Returns the costs on the rank of a tensor-parallel group that has most, with the exchanges of its layers.
+
+    Args:
+        whole: of the whole layers; the others as for `layers_of_a_shard`.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    layers = layers_of_a_shard(model, trace, micro_batch, sharding, device, autocast, prepare)
+    shard = of_a_shard(whole, trace, sharding, shapes, layers)
+    return with_tp_sync(shard, model, trace, sharding, micro_batch, autocast)
 
 
 class _Sizes:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from fold3d.comms.consistency import agree
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity
-from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, BLOCKS, GRAPH, ParallelConfig, text_of_bytes
 from fold3d.device import all_rng_untouched
 from fold3d.engine.arguments import check_compiled, check_model
 from fold3d.engine.division import why_not_divided
-from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.planner import agreed_profile, profile_of, steps_parts
+from fold3d.engine.planning.planner import (
+    Training,
+    agreed_profile,
+    links_of,
+    probing,
+    profile_of,
+    shard_link,
+    steps_parts,
+)
 from fold3d.errors import ConfigError, MemoryLimitError, TraceError
 from fold3d.faults.job import supervisor_of_engine
 from fold3d.observe.announce import announce
@@ -36,8 +39,7 @@ from fold3d.plan.resolve import resolve_auto
 from fold3d.plan.search import Found, decide_jobs
 from fold3d.plan.space.mesh import Mesh, meshes
 from fold3d.plan.strategy import Constraints
-from fold3d.profile.network import probe_network, probe_shards
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard, with_tp_sync
+from fold3d.profile.shard import shard_profile
 from fold3d.schedule import style_of
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.topology import Topology
@@ -53,9 +55,6 @@ _CLOSE = 1.03
 """A mesh with fewer ranks in a replica, then the one with larger micro-batches, may take so many times as long:
 predictions are right to some percent, and it depends on less."""
 _SHOWN = 4
-
-Autocast = Callable[[], AbstractContextManager[Any]]
-MakeOptimizer = Callable[[list[Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,20 +112,13 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The model, and how it will be trained; the same on every rank but for `example`."""
+class Asked(Training):
+    """A training whose mesh is open, in `config`; the same on every rank but for `example`."""
 
-    model: Module
-    config: ParallelConfig
-    """Whose mesh is open."""
     example: Mapping[str, Any]
     """The largest micro-batch that may be: keyword arguments of the model's forward."""
     samples: int
     """Of a micro-batch at most. Of an example that is not divided by samples: of each."""
-    device: torch.device
-    optimizer: MakeOptimizer | None = None
-    autocast: Autocast = nullcontext
-    compile_options: Mapping[str, Any] | None = None
 
     @property
     def divides(self) -> bool:
@@ -208,7 +200,7 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
         profile, one = _measured(asked, recording, group)
         group.progress.turn_to("measuring links")
         hosts = _links(asked, profile, per_host, group)
-        limit = group.decide(memory_limit(config, asked.device), _least, timeout=group.patience)
+        limit = group.decide(asked.limit, _least, timeout=group.patience)
         group.progress.turn_to("comparing meshes")
         jobs = _Jobs(asked, recording, profile, one, hosts, limit)
         return group.decide(None, lambda _: _best(asked, jobs, options, parameters, limit), timeout=group.patience)
@@ -296,13 +288,7 @@ def _measured(asked: Asked, recording: Trace, group: WorldGroup) -> tuple[Profil
         one_alone = asked.divides and most > 1
         examples = [asked.example, part_of(asked.example, 0, 1, most) if one_alone else None]
         measured = [
-            None
-            if example is None
-            else profile_of(
-                *(asked.model, recording, asked.config, example, asked.device, asked.optimizer, asked.autocast, None),
-                _SECONDS,
-            )
-            for example in examples
+            None if example is None else profile_of(asked, recording, example, seconds=_SECONDS) for example in examples
         ]
     except Exception as own:  # whatever the model raises
         error = own
@@ -314,43 +300,34 @@ def _measured(asked: Asked, recording: Trace, group: WorldGroup) -> tuple[Profil
 
 def _links(asked: Asked, profile: Profile, per_host: int, group: WorldGroup) -> Hosts:
     """Returns what links the ranks, probed as DP.sync and TP.sync use it, by all of them at once."""
-    config, device, world = asked.config, asked.device, group.topology.world
-    timeout, over_tcp = config.timeout_seconds, uses_tcp(config.transport, device)
+    world, size = group.topology.world, max(profile.activation_bytes)
 
     @contextmanager
-    def grouped(size: int) -> Iterator[Groups]:
-        topology = Topology(dp=world // size, pp=1, tp=size, rank=group.topology.rank)
-        own = WorldGroup(topology, timeout, group.progress)
+    def grouped(shards: int) -> Iterator[Groups]:
+        topology = Topology(dp=world // shards, pp=1, tp=shards, rank=group.topology.rank)
+        own = WorldGroup(topology, asked.config.timeout_seconds, group.progress)
         try:
-            groups = Groups(topology, device, timeout, (), with_p2p=not over_tcp, world=own)
-            try:
+            with probing(topology, own, asked) as groups:
                 yield groups
-            finally:
-                groups.close()
         finally:
             own.close()
 
     within = None
     several = world > per_host
     with grouped(per_host if several else 1) as groups:
-        activations = max(profile.activation_bytes)
-        found = probe_network(groups.topology, groups, device, timeout, over_tcp=over_tcp, activation_bytes=activations)
+        found = links_of(groups, asked, size)
         link = Link(found.bandwidth, found.hop_latency)
         if several and per_host > 1:
-            within = _shard_link(groups, device, timeout, activations, over_tcp=over_tcp)
+            shards = shard_link(groups, asked, size)
+            within = Link(shards.bandwidth, shards.latency)
     if not several:
         within = link
-        if world > 1 and config.tp != 1:
+        if world > 1 and asked.config.tp != 1:
             with grouped(per_host) as groups:
-                shards = _shard_link(groups, device, timeout, activations, over_tcp=over_tcp)
+                shards = shard_link(groups, asked, size)
             within = Link(min(link.bandwidth, shards.bandwidth), shards.latency)
     between = Link(link.bandwidth * per_host, link.latency)
     return Hosts(per_host=per_host, between=between, within=within or link, toll=found.toll)
-
-
-def _shard_link(groups: Groups, device: torch.device, timeout: float, size: int, *, over_tcp: bool) -> Link:
-    found = probe_shards(groups.topology, groups, device, timeout, over_tcp=over_tcp, size=size)
-    return Link(found.bandwidth, found.latency)
 
 
 class _Jobs:
@@ -405,16 +382,13 @@ class _Jobs:
         asked, recording = self._asked, self._recording
         whole = self._profiles[1]
         assert not isinstance(whole, ConfigError)
-        shapes = {name: parameter.shape for name, parameter in asked.model.named_parameters()}
         shares = bool(asked.config.sequence_parallel)
         sharding = plan_sharding(
             asked.model, recording, asked.example, tp, asked.config.tp_plan, sequence_parallel=shares
         )
 
         def shard(profile: Profile, example: Mapping[str, Any]) -> Profile:
-            layers = layers_of_a_shard(asked.model, recording, example, sharding, asked.device, asked.autocast)
-            made = of_a_shard(profile, recording, sharding, shapes, layers)
-            return with_tp_sync(made, asked.model, recording, sharding, example, asked.autocast)
+            return shard_profile(profile, asked.model, recording, example, sharding, asked.device, asked.autocast)
 
         profile, one = whole
         if one is None:

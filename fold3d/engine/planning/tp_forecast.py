@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.nn import Module
-
 from fold3d.comms.rings import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import AUTO, TP_WAYS, ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, TP_WAYS, text_of_bytes
 from fold3d.engine.planning import planner
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
@@ -70,15 +66,12 @@ def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
 
 
 def predict_tp_sync(
-    model: Module,
+    training: planner.Training,
     recording: Trace,
     layout: Trace,
-    config: ParallelConfig,
     strategy: Strategy,
     world: WorldGroup,
-    device: torch.device,
     example: Mapping[str, Any] | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
     sharding: ShardingPlan,
 ) -> tuple[Strategy, TpForecast | None]:
     """Returns a strategy that was not planned, with how TP.sync is hidden where "auto" leaves that open and the
@@ -96,16 +89,14 @@ def predict_tp_sync(
         return strategy, None
     profile = None
     try:
-        inputs = synthetic_example(model) if example is None else example
-        profile = planner.profile_of(
-            model, recording, config, inputs, device, None, autocast, sharding, seconds=_SECONDS
-        )
+        inputs = synthetic_example(training.model) if example is None else example
+        profile = planner.profile_of(replace(training, optimizer=None), recording, inputs, sharding, _SECONDS)
     except Exception as error:  # foreign code with made-up values; nothing depends on it
         logger.info("TP.sync cannot be predicted (%s: %s)", type(error).__name__, error)
     profile = planner.agreed_profile(world, recording, profile, every=True)
     if profile is None:
         return strategy, None
-    link = planner.tp_link(profile, world, config, device)
+    link = planner.tp_link(profile, world, training)
     topology, nothing = world.topology, float("inf")
     job = Job(
         trace=layout,
@@ -115,7 +106,7 @@ def predict_tp_sync(
         pp=topology.pp,
         tp=topology.tp,
         style=topology.style,
-        micro_batches=config.micro_batches,
+        micro_batches=training.config.micro_batches,
     )
     way, other = KNOB.of(strategy), None
     if is_open:
