@@ -21,10 +21,11 @@ import transformers
 from fold3d import _C
 from fold3d import schedule as schedules
 from fold3d.plan.cluster_model import Cluster, Work, cluster_model
-from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, recomputed, with_head_done
-from fold3d.plan.memory.model import StagePeak, peaks_of
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.memory import StagePeak, peaks_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.trace import trace
+from tests.helpers.layer_sums import activations_of, recomputed, with_head_done
 
 SAMPLES, TOKENS, VOCABULARY, TP, SEGMENTS, BATCH = 4, 2048, 51200, 8, 4, 256
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes of a parameter

@@ -25,8 +25,8 @@ from benchmarks.local.ranks import run_ranks
 from fold3d import _C
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import predicted_curves
-from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.memory import peaks_of
+from fold3d.plan.memory_options import predicted_curves
 from fold3d.profile.layers import assumed_profile
 from fold3d.recompute import Recompute
 from fold3d.trace import trace

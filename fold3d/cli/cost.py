@@ -86,7 +86,7 @@ class MachinePlans:
             )
         except ConfigError as error:
             return Plan(machine=machine, rate=0.0, reason=str(error))
-        best: Tried = search_meshes(candidates, lambda mesh: self._job(mesh, machine), decided)[0]
+        best: Tried[Mesh] = search_meshes(candidates, lambda mesh: self._job(mesh, machine), decided)[0]
         if best.found is None or best.reason:
             needs = f": at least {text_of_bytes(best.found.memory_bytes)} a GPU" if best.found else ""
             return Plan(machine=machine, rate=0.0, reason=f"{best.reason.splitlines()[0]}{needs}")

@@ -131,7 +131,7 @@ def _axis(text: str) -> int | None:
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step; of several devices a table of what
     each comes to. Raises: ConfigError, TraceError."""
-    from fold3d.plan.memory.changes import predicted_curves
+    from fold3d.plan.memory_options import predicted_curves
 
     _say(f"reading {options.model}")
     of_devices = cluster_option.of_each_device(options)
@@ -257,7 +257,7 @@ class _Planned:
     proposal: Proposal
     layers: _Layers
     options: argparse.Namespace
-    tried: Sequence[Tried] = ()
+    tried: Sequence[Tried[Mesh]] = ()
     """The meshes that were compared."""
     tables: Sequence[str] = ()
     """What else is to be said of the comparison."""
@@ -519,7 +519,7 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
     )
 
 
-def _mesh_table(tried: Sequence[Tried], layers: _Layers) -> str:
+def _mesh_table(tried: Sequence[Tried[Mesh]], layers: _Layers) -> str:
     """Returns what was tried, the best first."""
     shown = tried[:_MESHES_SHOWN]
     width = max(len(one.mesh.name) for one in shown)

@@ -17,7 +17,7 @@ from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fold3d.plan.memory.model import StageMemory
+    from fold3d.plan.memory import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -134,11 +134,11 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.offload import Offload
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
-    from fold3d.plan.memory.model import even_curves, even_stashes
-    from fold3d.plan.memory.spared import Spared
+    from fold3d.plan.memory import even_curves, even_stashes
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.dp_sync import gradient_share
     from fold3d.plan.space.tp_overlap import even_regions, layers_seconds
+    from fold3d.plan.spared import Spared
     from fold3d.recompute import Choice, Recompute
 
     if options.picture and importlib.util.find_spec("matplotlib") is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fold3d.plan.costs import Profile
-    from fold3d.plan.memory.model import StageMemory
+    from fold3d.plan.memory import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.splitting.overrides import Row
     from fold3d.trace import Trace
@@ -46,7 +46,7 @@ _WIDTH = 60
 def memory_table(curves: Sequence[StageMemory]) -> str:
     """Returns a line for each stage: the bytes on its device over the step, the most, and what takes it."""
     from fold3d.config import text_of_bytes
-    from fold3d.plan.memory.model import peaks_of
+    from fold3d.plan.memory import peaks_of
 
     end = max(curve.points[-1].time_ns for curve in curves)
     most = max(curve.peak.device for curve in curves)

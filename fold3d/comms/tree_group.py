@@ -48,22 +48,6 @@ class Tree:
         """Returns `member` and its children."""
         return [member, *self.children(member)]
 
-    def connections(self, member: int) -> int:
-        """Returns how many others `member` is connected with: at most 2 * fan_out, however many there are."""
-        above = self.parent(member)
-        return len(self.children(member)) + (0 if above is None else len(self.children(above)))
-
-    def one_way(self) -> int:
-        """Returns how many messages bring something from all members to member 0, or from it to all."""
-        return self.size - 1
-
-    def levels(self) -> int:
-        """Returns how many families lie between member 0 and the lowest members."""
-        count, span = 0, range(self.size)
-        while parts := self._parts(span):
-            count, span = count + 1, parts[-1]  # the last part is never smaller than the others
-        return count
-
     def _parts(self, span: range) -> list[range]:
         """Returns the subtrees directly below the top of the subtree `span`, as equal as can be."""
         below = len(span) - 1

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.costs import Exchanges, Profile
+from fold3d.plan.costs import Exchanges, LayerBytes, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.spared import Spared
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.space import registry
+from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Strategy
 
 

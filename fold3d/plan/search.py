@@ -15,12 +15,12 @@ from fold3d.placement.partition import split_ranges
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, config_errors, core_spared, layout_of, numbers_of, simulate, spared_of_core
 from fold3d.plan.measured import with_times, without_recomputed
-from fold3d.plan.memory.model import StagePeak, peaks_of
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import StagePeak, peaks_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.space import bucket_bytes, offload, recompute, registry
+from fold3d.plan.space import dp_sync, offload, recompute, registry
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
+from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import MIXED, Constraints, Strategy, name_of
 from fold3d.topology import num_segments
 
@@ -157,7 +157,7 @@ def _space(job: Job, constraints: Constraints) -> _C.PlanSpace:
         options.set_ways(["early", "zero1"], True)
     else:
         options.set_ways([constraints.dp_sync], False)
-    options.bucket_bytes = list(bucket_bytes.KNOB.values(job, constraints, {}))
+    options.bucket_bytes = list(dp_sync.BUCKET_BYTES.values(job, constraints, {}))
     again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
     options.set_spared(core_spared(job, spared_from(constraints)), again is None, leaves is None)
     return options

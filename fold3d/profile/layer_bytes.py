@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fold3d.placement.recomputed_blocks import modules_inside
-from fold3d.plan.costs import Inside
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.costs import Inside, LayerBytes
 from fold3d.recompute import Choice, Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.torch_private import StorageLabels, storage_key

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.placement.bucket_layout import FP32_BYTES
-from fold3d.plan.costs import Inside, Profile
-from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
+from fold3d.plan.costs import Inside, LayerBytes, Profile, estimated
 from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
 from fold3d.profile.layer_bytes import inside_of, layer_bytes
 from fold3d.profile.optimizer import UpdateCost, update_cost

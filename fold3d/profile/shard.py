@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fold3d.plan.costs import Profile, TpExchange
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.costs import LayerBytes, Profile, TpExchange
 from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.stopwatch import time_call

@@ -23,11 +23,12 @@ from fold3d import Engine, ParallelConfig
 from fold3d.comms import family
 from fold3d.comms.shared_gloo import connect_few
 from fold3d.comms.tree_group import FAN_OUT, Tree, TreeGroup, broadcast_value
-from fold3d.comms.world_group import WorldGroup, connections, messages
+from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import ConfigError, RankError
 from fold3d.faults.progress import Progress
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
+from tests.helpers.trees import connections, messages
 
 LIMIT = 30.0
 _BYTES_ACKED = 120  # where tcp_info has the number of bytes that the other side has, after 8 bytes and 24 numbers

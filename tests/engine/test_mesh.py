@@ -35,7 +35,7 @@ def decided(job: Asked, world: int, link: Link, per_host: int = 1, limit: int | 
     hosts = Hosts(per_host=per_host, between=link, within=Link(100 * GBIT, 1e-6))
     options = mesh._options(job, world, per_host, stages=4)
     jobs = mesh._Jobs(job, recording, profile, None, hosts, limit)
-    return mesh._best(job, jobs, options, 7, limit)[0]
+    return mesh._best(job, jobs, options, limit)[0]
 
 
 def test_a_slow_network_asks_for_stages_and_a_fast_one_for_replicas() -> None:

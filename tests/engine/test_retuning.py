@@ -15,9 +15,9 @@ from fold3d import schedule as schedules
 from fold3d.engine.planning import replanner as replanner_module
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.observe.link_times import LinkTimes, rates_of
+from fold3d.plan.costs import LayerBytes
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.plan.micro_batch_size import Grouped, in_parts, memory_curve, undominated
 from fold3d.plan.search import search
 from fold3d.plan.strategy import Constraints, Strategy

@@ -13,7 +13,7 @@ from fold3d.errors import ConfigError
 from fold3d.observe.timeline import summary, write_atomically, write_trace
 from fold3d.observe.timeline_picture import write_picture
 from fold3d.plan.cluster_model import Cluster, Work
-from fold3d.plan.memory.model import even_curves
+from fold3d.plan.memory import even_curves
 from fold3d.schedule import generate, lower
 
 MS = 1_000_000

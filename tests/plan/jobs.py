@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fold3d.plan.costs import NetworkCosts, Profile
+from fold3d.plan.costs import LayerBytes, NetworkCosts, Profile
 from fold3d.plan.job import Job
-from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
 from fold3d.plan.strategy import Constraints

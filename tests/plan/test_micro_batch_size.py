@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from fold3d.errors import ConfigError
-from fold3d.plan.costs import TpExchange
+from fold3d.plan.costs import LayerBytes, TpExchange
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.memory_options import cheapest_changes
 from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide, search

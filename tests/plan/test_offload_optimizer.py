@@ -9,8 +9,8 @@ import torch
 
 from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
-from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.memory import peaks_of
+from fold3d.plan.memory_options import cheapest_changes, predicted_curves
 from fold3d.plan.search import decide, search
 from fold3d.plan.space.offload import OPTIMIZER, optimizer_costs
 from fold3d.plan.strategy import Constraints, parse

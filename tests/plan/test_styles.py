@@ -10,10 +10,10 @@ import pytest
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
 from fold3d.plan.cluster_model import BucketCost, Cluster, Work
+from fold3d.plan.costs import LayerBytes
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, cut, layout_of, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.model import USES
+from fold3d.plan.memory import USES
 from fold3d.plan.search import recheck, search
 from fold3d.plan.simulator import step_ms
 from fold3d.plan.strategy import Constraints

@@ -59,8 +59,6 @@ class State:
 class Held:
     """What a round has done."""
 
-    allocation: Allocation
-    """What jobs are due."""
     placed: dict[str, Place]
     """Where they are now."""
     moved: int
@@ -127,7 +125,7 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> Held
         for name in refused:
             del placed[name]
         placed |= {name: before[name] for name in refused if name in before}
-        return Held(allocation=allocation, placed=placed, moved=moved, left_out=left_out | refused)
+        return Held(placed=placed, moved=moved, left_out=left_out | refused)
 
 
 def _due(

@@ -12,7 +12,7 @@ from fold3d import _C
 from fold3d.config import ParallelConfig
 from fold3d.device import total_memory
 from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes, predicted_curves, usual_changes
+from fold3d.plan.memory_options import cheapest_changes, predicted_curves, usual_changes
 from fold3d.plan.strategy import Strategy
 
 _OF_DEVICE = 0.9

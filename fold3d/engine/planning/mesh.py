@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +37,8 @@ from fold3d.plan.job import Hosts, Job, Link
 from fold3d.plan.layout import places
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.resolve import resolve_auto
-from fold3d.plan.search import Found, decide_jobs
-from fold3d.plan.space.mesh import Mesh, meshes
+from fold3d.plan.search import decide_jobs
+from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
 from fold3d.plan.strategy import Constraints
 from fold3d.profile.shard import shard_profile
 from fold3d.schedule import style_of
@@ -58,14 +59,9 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """A mesh, and what it was decided for."""
+class Decision(Mesh):
+    """A mesh with micro-batches of so many samples, and what it was decided for."""
 
-    dp: int
-    tp: int
-    pp: int
-    micro_batches: int
-    """Per step and replica."""
     samples: int
     """Of a micro-batch."""
     parameters: int
@@ -121,6 +117,11 @@ class Asked(Training):
     """Of a micro-batch at most. Of an example that is not divided by samples: of each."""
 
     @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(one.numel() for one in self.model.parameters())
+
+    @property
     def divides(self) -> bool:
         """Whether smaller micro-batches than the example may be."""
         return not why_not_divided(self.example)
@@ -140,14 +141,6 @@ class Asked(Training):
         except ConfigError as error:
             return str(error)
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A mesh with micro-batches of so many samples."""
-
-    mesh: Mesh
-    samples: int
 
 
 def decide_mesh(asked: Asked, kept: Decision | None = None) -> Decision:
@@ -183,16 +176,15 @@ def decide_mesh(asked: Asked, kept: Decision | None = None) -> Decision:
 
 def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Decision, str]:
     world, config = group.topology.world, asked.config
-    parameters = sum(one.numel() for one in asked.model.parameters())
     kept = group.share(kept, timeout=group.patience)
-    if kept is not None and kept.answers(config, world, parameters, asked.most_samples):
+    if kept is not None and kept.answers(config, world, asked.parameters, asked.most_samples):
         return kept, f"{kept.name}, as the last checkpoint has it"
     per_host = group.decide(host_identity(), _per_host, timeout=group.patience)
     with shared_shadows():  # of the model, which is the same for all meshes
         recording = _recorded(asked, group)
         stages = 1 if recording is None else len(places(recording))
         options = group.decide(None, lambda _: _options(asked, world, per_host, stages), timeout=group.patience)
-        first = _decision(options[0], parameters)
+        first = options[0]
         if len(options) == 1:
             return first, f"{first.name}: nothing else is possible"
         if recording is None:  # replicas alone, of which those with the largest micro-batches fill a device best
@@ -203,7 +195,7 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
         limit = group.decide(asked.limit, _least, timeout=group.patience)
         group.progress.turn_to("comparing meshes")
         jobs = _Jobs(asked, recording, profile, one, hosts, limit)
-        return group.decide(None, lambda _: _best(asked, jobs, options, parameters, limit), timeout=group.patience)
+        return group.decide(None, lambda _: _best(asked, jobs, options, limit), timeout=group.patience)
 
 
 def _recorded(asked: Asked, group: WorldGroup) -> Trace | None:
@@ -226,7 +218,7 @@ def _recorded(asked: Asked, group: WorldGroup) -> Trace | None:
     return found if everywhere else None
 
 
-def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[_Option]:
+def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[Decision]:
     """Returns what is possible as far as can be told at once: those with fewer ranks in a replica first, of these those
     with larger micro-batches. Raises: ConfigError where there is nothing."""
     config, samples = asked.config, asked.config.global_batch_size
@@ -238,31 +230,24 @@ def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[_Opti
     except ConfigError:
         found = []
     whys = [f"global_batch_size={samples} and {world} processes can be divided by no dp with what is set of dp, tp, pp"]
-    options = []
+    options, parameters = [], asked.parameters
     for mesh in sorted(found, key=lambda one: (one.tp * one.pp, one.tp)):
         if config.dp not in (None, mesh.dp):
             continue
         most = asked.most_samples
         sizes = sizes_of(mesh.micro_batches, most) if asked.divides else [most] * (mesh.micro_batches % most == 0)
-        sized = [_Option(replace(mesh, micro_batches=mesh.micro_batches // size), size) for size in sizes]
-        reasons = [asked.why_not(one.mesh) for one in sized]
+        sized = [
+            Decision(
+                **asdict(mesh) | {"micro_batches": mesh.micro_batches // size}, samples=size, parameters=parameters
+            )
+            for size in sizes
+        ]
+        reasons = [asked.why_not(one) for one in sized]
         options += [one for one, why in zip(sized, reasons, strict=True) if not why]
         whys += [why for why in reasons if why]
     if not options:
         raise ConfigError(f'parallel="auto": no mesh is possible: {whys[-1]}')
     return options
-
-
-def _decision(option: _Option, parameters: int) -> Decision:
-    mesh = option.mesh
-    return Decision(
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        micro_batches=mesh.micro_batches,
-        samples=option.samples,
-        parameters=parameters,
-    )
 
 
 def _per_host(hosts: Sequence[str]) -> int:
@@ -339,9 +324,9 @@ class _Jobs:
         self._asked, self._recording, self._hosts, self._limit = asked, recording, hosts, limit
         self._profiles: dict[int, tuple[Profile, Profile | None] | ConfigError] = {1: (profile, one)}
 
-    def of(self, option: _Option) -> Job:
+    def of(self, mesh: Decision) -> Job:
         """Raises: ConfigError when the model cannot be shared out so."""
-        mesh, asked = option.mesh, self._asked
+        asked = self._asked
         profile, one = self._of_shard(mesh.tp)
         elsewhere = asked.device.type != "cpu"
         whole = Job(
@@ -364,7 +349,7 @@ class _Jobs:
             pool_is_elsewhere=elsewhere or asked.config.offload_disk is not None,
             host_is_elsewhere=elsewhere,
         )
-        sized = in_parts(whole, option.samples)
+        sized = in_parts(whole, mesh.samples)
         return replace(sized, micro_batches=mesh.micro_batches, samples=None, one_sample=None)
 
     def _of_shard(self, tp: int) -> tuple[Profile, Profile | None]:
@@ -396,62 +381,39 @@ class _Jobs:
         return shard(profile, asked.example), shard(one, part_of(asked.example, 0, 1, asked.most_samples))
 
 
-def _best(
-    asked: Asked, jobs: _Jobs, options: Sequence[_Option], parameters: int, limit: int | None
-) -> tuple[Decision, str]:
+def _best(asked: Asked, jobs: _Jobs, options: Sequence[Decision], limit: int | None) -> tuple[Decision, str]:
     """Returns what is predicted to be fastest, and what it was compared with, in words."""
-    possible: list[tuple[_Option, Job]] = []
-    refused = ""
-    for option in options:
-        try:
-            possible.append((option, jobs.of(option)))
-        except ConfigError as error:
-            refused = str(error)
-    if not possible:
-        raise ConfigError(f'parallel="auto": no mesh is possible: {refused}')
-    found = decide_jobs(
-        [job for _, job in possible], _constraints(asked, options), lambda: steps_parts(asked.optimizer)
+    constraints = _constraints(asked, options)
+    tried = search_meshes(
+        options, jobs.of, lambda some: decide_jobs(some, constraints, partial(steps_parts, asked.optimizer))
     )
-    known = [(option, one) for (option, _), one in zip(possible, found, strict=True) if one.best is not None]
-    fitting = [(option, one) for option, one in known if one.fits]
+    known = [(one.step_ms, one.mesh, one.found) for one in tried if one.step_ms is not None and one.found is not None]
     if not known:
-        raise ConfigError(
-            f'parallel="auto": no mesh is possible: {next((one.cannot for one in found if one.cannot), "")}'
-        )
-    if not fitting and asked.config.memory_size is not None:
-        least = min(one.memory_bytes for _, one in known)
+        raise ConfigError(f'parallel="auto": no mesh is possible: {tried[0].reason}')
+    fits = tried[0].counts
+    if not fits and asked.config.memory_size is not None:
         raise MemoryLimitError(
             f"memory_limit={asked.config.memory_limit}: no mesh fits, the least that a process would need is about "
-            f"{text_of_bytes(least)}; raise memory_limit, start more processes, or leave more of dp, tp, pp, recompute "
-            "and offload open"
+            f"{text_of_bytes(known[0][2].memory_bytes)}; raise memory_limit, start more processes, or leave more of "
+            "dp, tp, pp, recompute and offload open"
         )
-    if fitting:
-        best_ns = min(_step_ns(one) for _, one in fitting)
-        chosen = next((option, one) for option, one in fitting if _step_ns(one) <= _CLOSE * best_ns)
-        others = sorted((pair for pair in fitting if pair is not chosen), key=lambda pair: _step_ns(pair[1]))
-    else:  # of a device's memory, nine tenths of which are planned with
-        known.sort(key=lambda pair: pair[1].memory_bytes)
-        chosen, others = known[0], known[1:]
-    option, one = chosen
-    decision = _decision(option, parameters)
-    lines = [f"{decision.name}: {_step_ns(one) / 1e6:.1f} ms a step predicted, {text_of_bytes(one.memory_bytes)}"]
+    # Where nothing fits into nine tenths of a device's memory, what needs least.
+    known = [(ms, mesh, found) for ms, mesh, found in known if found.fits == fits]
+    close = [one for one in known if fits and one[0] <= _CLOSE * known[0][0]] or known[:1]
+    step_ms, decision, found = min(close, key=lambda one: options.index(one[1]))
+    lines = [f"{decision.name}: {step_ms:.1f} ms a step predicted, {text_of_bytes(found.memory_bytes)}"]
     if limit is not None:
-        lines[0] += f" of {text_of_bytes(limit)}" + ("" if fitting else ": nothing fits")
-    seen = {(option.mesh.tp, option.mesh.pp)}
-    for other, plan in others:  # of each mesh the best
-        if (other.mesh.tp, other.mesh.pp) not in seen and len(seen) <= _SHOWN:
-            seen.add((other.mesh.tp, other.mesh.pp))
-            lines.append(f"  {_decision(other, parameters).name}: {_step_ns(plan) / 1e6:.1f} ms")
+        lines[0] += f" of {text_of_bytes(limit)}" + ("" if fits else ": nothing fits")
+    seen = {(decision.tp, decision.pp)}
+    for ms, other, _ in known:  # of each mesh the best
+        if (other.tp, other.pp) not in seen and len(seen) <= _SHOWN:
+            seen.add((other.tp, other.pp))
+            lines.append(f"  {other.name}: {ms:.1f} ms")
     return decision, "\n".join(lines)
 
 
-def _step_ns(found: Found) -> int:
-    assert found.best is not None, "asked for by those who looked"
-    return found.best.step_ns
-
-
-def _constraints(asked: Asked, options: Sequence[_Option]) -> Constraints:
+def _constraints(asked: Asked, options: Sequence[Decision]) -> Constraints:
     """Returns what the user has set, of the options that leave most open."""
-    mesh = max((one.mesh for one in options), key=lambda one: one.dp * one.pp)
+    mesh = max(options, key=lambda one: one.dp * one.pp)
     config = asked.config.decided(dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, micro_batches=mesh.micro_batches)
     return resolve_auto(config, mesh.dp)

@@ -1,13 +1,16 @@
-"""How gradients are summed over the replicas, in what they travel to their sums, and how long they may."""
+"""How gradients are summed over the replicas: in which way, in buckets of how many bytes, in which dtype, and how
+long they may travel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from fold3d.config import DP_SYNC, DP_SYNC_DTYPES
+from fold3d.config import DP_SYNC, DP_SYNC_DTYPES, parse_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob
+from fold3d.plan.space.knob import Knob, SoFar
 from fold3d.plan.strategy import MIXED, Constraints, Strategy
 
 DEFAULT = "early"
@@ -74,4 +77,31 @@ DELAY = Knob(
     default=0,
     costs=lambda job, value: replace(job, gradient_delay=value),
     flag=lambda value, strategy: str(value) if value else None,
+)
+
+
+WHOLE_CHUNK = 1 << 50
+"""Makes every chunk one bucket."""
+
+
+def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[int]:
+    return (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_CHUNK)
+
+
+def _parse(text: str) -> int:
+    try:
+        size = parse_bytes("bucket_bytes", text)
+    except ConfigError:
+        size = None
+    if size is None:
+        raise ValueError('must be a number of bytes, such as 4194304, "4MiB", or 0 for a bucket per layer')
+    return size
+
+
+BUCKET_BYTES = Knob(
+    name="bucket_bytes",
+    help="least bytes of a bucket of gradients, such as 4MiB",
+    parse=_parse,
+    candidates=_candidates,
+    flag=lambda value, strategy: None if strategy.dp == 1 else str(value),
 )

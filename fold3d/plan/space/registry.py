@@ -8,24 +8,21 @@ from typing import Any
 from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
 from fold3d.plan.space import (
-    bucket_bytes,
     dp_sync,
-    group_size,
     offload,
     recompute,
     schedule,
-    segments,
     tp_overlap,
 )
 from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import Constraints, Strategy
 
 KNOBS: list[Knob[Any]] = [
-    segments.KNOB,
+    schedule.SEGMENTS,
     schedule.KNOB,
-    group_size.KNOB,
+    schedule.GROUP_SIZE,
     dp_sync.KNOB,
-    bucket_bytes.KNOB,
+    dp_sync.BUCKET_BYTES,
     recompute.KNOB,
     offload.KNOB,
     offload.OPTIMIZER,
