@@ -12,6 +12,7 @@ from itertools import pairwise, repeat
 from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
+from fold3d.schedule.library import config_errors
 from fold3d.topology import LOOP, stage_of
 
 _NS = 1e9  # nanoseconds per second
@@ -198,10 +199,8 @@ def cluster_model(
     share = cluster.gradient_share
     model.gradient_bytes = [_sent(size, share, dp_sync) for size in work.gradient_bytes]
     model.layers_per_bucket = layers_per_bucket
-    try:
+    with config_errors():
         model.dp_sync = "early" if dp_sync == "mixed" else dp_sync
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if work.buckets:
         ways = [iter(modes[stage]) if dp_sync == "mixed" else repeat(dp_sync) for stage in range(pp)]
         model.buckets = [

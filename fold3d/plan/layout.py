@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d import _C
 from fold3d import schedule as schedules
-from fold3d.errors import ConfigError
 from fold3d.offload import Offload
 from fold3d.placement.layers import layer_reads
 from fold3d.plan.costs import as_tuple, pause_bytes
@@ -16,18 +14,10 @@ from fold3d.plan.job import Job
 from fold3d.plan.spared import NOTHING, Spared
 from fold3d.plan.strategy import Modes, Orders, Ranges, Strategy
 from fold3d.recompute import Choice, Recompute
+from fold3d.schedule.library import config_errors
 from fold3d.trace import Trace
 
 Layout = _C.PlanLayout
-
-
-@contextmanager
-def config_errors() -> Iterator[None]:
-    """Turns the ValueError of the C++ part into ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def places(trace: Trace) -> list[int]:

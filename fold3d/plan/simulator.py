@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fold3d import _C
-from fold3d.errors import ConfigError
 from fold3d.plan.cluster_model import Cluster, Work, cluster_model, fastest_early_gathers
 from fold3d.schedule import parse_action
+from fold3d.schedule.library import config_errors
 from fold3d.topology import of_stage
 
 
@@ -89,14 +89,12 @@ def predict(
         work = work.in_buckets(bucket_bytes)
     model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync, layers_per_bucket=layers_per_bucket)
     early = dp_sync in ("early", "unvoted")
-    try:
+    with config_errors():
         if early and early_gathers is None:
             numbers = range(_most_buckets(work, schedule.pp, layers_per_bucket))
             early_gathers = fastest_early_gathers(schedule, model, numbers, max_steps)
         model.early_gathers = early_gathers if early and early_gathers is not None else -1
         step = _C.simulate_step(schedule, model, max_steps, True, timeline)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return prediction_of(step, early_gathers=model.early_gathers if early else None, timeline=timeline)
 
 
@@ -122,10 +120,8 @@ def step_ms(schedule: _C.Schedule, work: Work, cluster: Cluster, *, dp_sync: str
     With "early" and "unvoted", gathers begin whenever the network is idle. Raises: ConfigError as `predict`.
     """
     model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync)
-    try:
+    with config_errors():
         return _C.simulate_step(schedule, model, breakdown=False).step_ns / 1e6
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
