@@ -13,6 +13,7 @@ from torch import Tensor
 from fold3d.checkpoint.delivery import Delivery, Files, Key
 from fold3d.checkpoint.regions import Region, spread_over
 from fold3d.data_parallel.optimizer.host_memory import host_memory
+from fold3d.device import synchronize
 from fold3d.topology import Topology
 
 _ALIGN = 64
@@ -102,8 +103,7 @@ class Background:
         try:
             for source, copy in zip(sources, copies, strict=True):
                 copy.data.copy_(source, non_blocking=True)
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
+            synchronize(self._device)
         finally:
             sources.clear()
             self._copied.set()

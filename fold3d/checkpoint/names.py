@@ -10,6 +10,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from fold3d.weights.part_marks import state_of
+from fold3d.weights.release import parameter_holders
 
 
 def saved_names(model: Module) -> dict[str, str]:
@@ -40,10 +41,7 @@ def saved_names(model: Module) -> dict[str, str]:
 
 def tied_groups(model: Module) -> list[list[str]]:
     """Returns the groups of names under which the model holds one parameter, the canonical name first."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    return [names for _, names in parameter_holders(model) if len(names) > 1]
 
 
 def persistent_buffers(model: Module) -> dict[str, torch.Tensor]:

@@ -27,12 +27,10 @@ def draw(reports: Mapping[str, Report], gpus: Mapping[str, int], path: Path) -> 
     Raises: ConfigError if matplotlib is not installed or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("a picture needs matplotlib, which is not installed: pip install 'fold3d[draw]'") from None
     figure = Figure(figsize=(13, 3.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     done, used, fair = figure.subplots(1, 3)
     for label, report in reports.items():
         _steps(done, [job.seconds / _HOUR for job in report.jobs], label)

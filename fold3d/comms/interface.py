@@ -27,16 +27,21 @@ def local_address() -> str:
     That of the interface GLOO_SOCKET_IFNAME if it is set, as for torch's own gloo groups; else the address this machine
     would use to reach MASTER_ADDR; else the loopback address.
     """
-    interface = socket_interface()
+    interface, master = socket_interface(), os.environ.get("MASTER_ADDR")
+    if interface:
+        return address_of(interface)
+    if not master:
+        return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        master = os.environ.get("MASTER_ADDR")
-        if not master:
-            return "127.0.0.1"
         probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
         return str(probe.getsockname()[0])
+
+
+def address_of(interface: str) -> str:
+    """Returns the IPv4 address of a network interface. Raises: OSError where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def host_identity() -> str:
@@ -88,7 +93,7 @@ def _cards(sysfs: Path) -> dict[str, list[str]]:
 
 def _is_up(card: Path) -> bool:
     ports = [*card.glob("ports/*/state"), *card.glob("operstate")]
-    return any(_read(port).split(": ")[-1].lower() in ("active", "up", "unknown") for port in ports)
+    return any(read_line(port).split(": ")[-1].lower() in ("active", "up", "unknown") for port in ports)
 
 
 def _is_meant(name: str, setting: str) -> bool:
@@ -111,7 +116,8 @@ def _common(one: list[str], other: list[str]) -> int:
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _read(path: Path) -> str:
+def read_line(path: Path) -> str:
+    """Returns what the system says in a file of one line; "" where there is none."""
     try:
         return path.read_text().strip()
     except OSError:
