@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli.parser import picture as picture_file
+from fold3d.cli.schedules import picture as picture_file
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 

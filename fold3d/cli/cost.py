@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
-from fold3d.cli.model_layers import ModelLayers
+from fold3d.cli.model_option import ModelLayers
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 

@@ -18,7 +18,7 @@ from fold3d.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fold3d.cli.model_layers import ModelLayers
+    from fold3d.cli.model_option import ModelLayers
     from fold3d.plan.costs import Profile
     from fold3d.plan.job import Job
     from fold3d.plan.proposal import Proposal
@@ -635,7 +635,7 @@ def _recorded(options: argparse.Namespace) -> ModelLayers:
     """Returns the model's layers, and prints what it is."""
     import torch
 
-    from fold3d.cli.model_layers import ModelLayers
+    from fold3d.cli.model_option import ModelLayers
 
     model, example = model_option.load(options)
     if options.dtype is not None:

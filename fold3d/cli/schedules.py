@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli.parser import picture
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.schedule import Schedule
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def picture(text: str) -> str:
+    """Returns the name of a picture's file, whose suffix says its format; the `type` of such an option."""
+    if os.path.splitext(text)[1] not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
+    return text
 
 
 def add(subcommands: Any) -> None:

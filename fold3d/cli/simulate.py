@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option
-from fold3d.cli.parser import picture
-from fold3d.cli.schedules import add_schedule, recompute_of, schedule_of, title_of
+from fold3d.cli.schedules import add_schedule, picture, recompute_of, schedule_of, title_of
 from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError

@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d.comms.connections import (
+    Hosts,
+    connect_replicas,
+    connect_shards,
+    connect_stages,
+    find_hosts,
+    join_nic_arbiter,
+    uses_tcp,
+)
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import Hosts, connect_replicas, connect_shards, find_hosts, join_nic_arbiter
-from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule

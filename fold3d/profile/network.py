@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.comms.connections import connect_replicas, connect_shards, connect_stages, find_hosts
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
-from fold3d.comms.tcp import connect_stages
 from fold3d.device import is_accelerator, synchronize
 from fold3d.plan.costs import NetworkCosts
 from fold3d.topology import Topology

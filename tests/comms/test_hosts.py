@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fold3d.comms import rings
-from fold3d.comms.rings import spread_of_shards, warn_of_hosts
+from fold3d.comms.connections import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool

@@ -30,7 +30,7 @@ from fold3d.engine.planning.planner import (
     steps_parts,
 )
 from fold3d.errors import ConfigError, MemoryLimitError, TraceError
-from fold3d.faults.job import supervisor_of_engine
+from fold3d.faults.supervisor import supervisor_of_engine
 from fold3d.observe.announce import announce
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, Profile
 from fold3d.plan.job import Hosts, Job, Link

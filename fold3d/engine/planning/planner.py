@@ -16,10 +16,10 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fold3d.comms.connections import uses_tcp
 from fold3d.comms.consistency import agree, make_alike
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity
-from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable

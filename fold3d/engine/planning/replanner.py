@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from fold3d.comms.connections import uses_tcp
 from fold3d.comms.groups import Groups
-from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce

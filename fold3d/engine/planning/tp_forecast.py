@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fold3d.comms.rings import spread_of_shards, warn_of_hosts
+from fold3d.comms.connections import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, TP_WAYS, text_of_bytes
 from fold3d.engine.planning import planner
