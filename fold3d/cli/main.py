@@ -18,8 +18,10 @@ _NEW_OBJECTS = 1_000_000
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which suggests the nearest name for a misspelt command, option or choice. Parsers of subcommands are of
-    this class too: argparse takes that of their parent."""
+    """argparse's, which suggests the nearest name for a misspelt command, option or choice.
+
+    Parsers of subcommands are of this class too: argparse takes that of their parent.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an unknown option is an error of the subcommand that does not know it."""

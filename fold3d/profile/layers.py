@@ -82,13 +82,12 @@ def profile_model(
     complete = _fill(layers, flops, device)
     handed = [handed_on(calls, trace, block) for block in range(len(trace.blocks))]
     forward = [layer.forward for layer in complete]
-    given: Any = (model, trace, micro_batch)
     how: dict[str, Any] = {"device": device, "autocast": autocast, "prepare": prepare}
     update = _optimizer_cost(optimizer, device)
     return Profile(
         forward=tuple(forward),
         backward=tuple(layer.backward for layer in complete),
-        layers=_bytes(lambda: layer_bytes(*given, **how), complete, handed),
+        layers=_bytes(lambda: layer_bytes(model, trace, micro_batch, **how), complete, handed),
         activation_bytes=tuple(handed),
         gradient_bytes={name: FP32_BYTES * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes=trace.parameter_bytes(model),
@@ -98,7 +97,7 @@ def profile_model(
         update_bytes=update.workspace,
         updates_together=update.together,
         measured=any(timing is not None for timing in timings.values()),
-        inside=_inside(lambda: inside_of(*given, recompute, forward, **how)),
+        inside=_inside(lambda: inside_of(model, trace, micro_batch, recompute, forward, **how)),
     )
 
 
