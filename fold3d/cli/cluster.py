@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ def add(subcommands: Any) -> None:
 def _add_simulate(subcommands: Any) -> None:
     text = "Simulates a cluster: which policy suits these jobs, and which GPUs."
     made = subcommands.add_parser("simulate", help="what a policy, or other GPUs, would do to jobs", description=text)
+    number, integer = (partial(made.add_argument, type=kind) for kind in (float, int))
     made.add_argument("workload", metavar="WORKLOAD.json", help="models, their rates, and jobs; see docs/cluster.md")
     made.add_argument(
         "--gpus",
@@ -47,14 +49,12 @@ def _add_simulate(subcommands: Any) -> None:
         metavar="NAME",
         help=f"policy; default fair; NAME{_BLIND} treats all kinds as equally fast; repeat it to compare policies",
     )
-    made.add_argument("--budget", type=float, help="cost limit of all jobs, for the policy makespan")
-    made.add_argument("--round", type=float, default=360.0, metavar="SECONDS", help="length of a round; default 360")
-    made.add_argument(
-        "--overhead", type=float, default=0.05, help="share of a job's time that moves may take; default 0.05"
-    )
-    made.add_argument("--draw", type=int, metavar="JOBS", help="number of jobs to draw from the file; with --per-hour")
-    made.add_argument("--per-hour", type=float, metavar="JOBS", help="jobs that arrive per hour, with --draw")
-    made.add_argument("--seeds", type=int, help="number of draws to average, with --draw; default 1")
+    number("--budget", help="cost limit of all jobs, for the policy makespan")
+    number("--round", default=360.0, metavar="SECONDS", help="length of a round; default 360")
+    number("--overhead", default=0.05, help="share of a job's time that moves may take; default 0.05")
+    integer("--draw", metavar="JOBS", help="number of jobs to draw from the file; with --per-hour")
+    number("--per-hour", metavar="JOBS", help="jobs that arrive per hour, with --draw")
+    integer("--seeds", help="number of draws to average, with --draw; default 1")
     made.add_argument(
         *("--picture", "--png"),
         dest="picture",

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,25 +147,17 @@ def add(subcommands: Any) -> None:
         "--rates", metavar="FILE", help="rates.json of an earlier run; measured rates replace predictions"
     )
     plan = made.add_argument_group("what is planned for")
-    plan.add_argument("--global-samples", type=int, default=64, metavar="N", help="samples per step; default 64")
-    plan.add_argument("--batch", type=int, default=1, metavar="N", help="samples per micro-batch; default 1")
-    plan.add_argument(
-        "--sample-tokens", type=int, metavar="N", help="tokens per sample; default: the model's maximum, at most 2048"
-    )
+    integer = partial(plan.add_argument, type=int)
+    integer("--global-samples", default=64, metavar="N", help="samples per step; default 64")
+    integer("--batch", default=1, metavar="N", help="samples per micro-batch; default 1")
+    integer("--sample-tokens", metavar="N", help="tokens per sample; default: the model's maximum, at most 2048")
     plan.add_argument(
         "--efficiency", type=float, default=0.4, help="share of a GPU's peak that layers reach; default 0.4"
     )
     spot = made.add_argument_group("spot machines, where the prices have some")
-    spot.add_argument(
-        "--spot-up", type=float, default=8.0, metavar="HOURS", help="mean time until a spot machine is lost; default 8"
-    )
-    spot.add_argument(
-        "--spot-down",
-        type=float,
-        default=2.0,
-        metavar="HOURS",
-        help="mean time until another one is available; default 2",
-    )
+    hours = partial(spot.add_argument, type=float, metavar="HOURS")
+    hours("--spot-up", default=8.0, help="mean time until a spot machine is lost; default 8")
+    hours("--spot-down", default=2.0, help="mean time until another one is available; default 2")
     spot.add_argument("--restart", metavar="TIME", help="time lost at each start; default: from --rates, else 6m")
     out = made.add_argument_group("output")
     out.add_argument("--format", choices=_FORMATS, default="table", help="output format; default table")

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals
@@ -42,35 +43,25 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
     made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
     model_option.add(made)
-    made.add_argument("-w", "--world-size", type=int, metavar="N", help="number of processes, one per device")
+    integer = partial(made.add_argument, type=int)
+    integer("-w", "--world-size", metavar="N", help="number of processes, one per device")
     made.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
     made.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
-    made.add_argument(
-        "-m",
-        "--micro-batches",
-        type=int,
-        metavar="M",
-        help="micro-batches per step and replica; default 8; not with auto",
-    )
-    made.add_argument(
-        "--global-micro-batches", type=int, metavar="M", help="micro-batches per step of all replicas; with auto"
-    )
-    made.add_argument(
+    integer("-m", "--micro-batches", metavar="M", help="micro-batches per step and replica; default 8; not with auto")
+    integer("--global-micro-batches", metavar="M", help="micro-batches per step of all replicas; with auto")
+    integer(
         *("--ranks-per-host", "--gpus-per-host"),
-        type=int,
         metavar="N",
         help="GPUs per host; --tp auto stays within one; default 8. If given, the plan is compared with HSDP",
     )
-    made.add_argument("--batch", type=int, metavar="N", help="samples per micro-batch; default 1")
-    made.add_argument(
+    integer("--batch", metavar="N", help="samples per micro-batch; default 1")
+    integer(
         "--global-samples",
-        type=int,
         metavar="N",
         help="samples per step of all replicas; the planner then chooses --batch and the number of micro-batches",
     )
-    made.add_argument(
+    integer(
         "--tokens",
-        type=int,
         metavar="N",
         help=f"tokens per sample, for models with input_ids; default: the model's maximum, at most {_MOST_TOKENS}",
     )
@@ -96,20 +87,14 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     )
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     costs = made.add_argument_group("cluster")
-    costs.add_argument(
-        "--tflops",
-        type=float,
-        metavar="T",
-        help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak",
-    )
+    number = partial(costs.add_argument, type=float)
+    number("--tflops", metavar="T", help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak")
     costs.add_argument(
         "--measure", action="store_true", help="time the layers on this machine instead of assuming --tflops"
     )
-    costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="bandwidth per process, each way; default 10")
-    costs.add_argument("--latency", type=float, metavar="US", help="latency of a message, in us; default 50")
-    costs.add_argument(
-        "--copy-bandwidth", type=float, metavar="GB", help="GB/s between device and host memory, each way; default 25"
-    )
+    number("--bandwidth", metavar="GBIT", help="bandwidth per process, each way; default 10")
+    number("--latency", metavar="US", help="latency of a message, in us; default 50")
+    number("--copy-bandwidth", metavar="GB", help="GB/s between device and host memory, each way; default 25")
     cluster_option.add(costs)
     cluster_option.add_tp_link(costs)
     made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option
@@ -29,24 +30,16 @@ def add(subcommands: Any) -> None:
     made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
     add_schedule(made)
     work = made.add_argument_group("work of one stage, all its segments together")
-    work.add_argument(
-        "--forward", type=float, default=10.0, metavar="MS", help="forward time of a micro-batch; default 10"
-    )
-    work.add_argument(
-        "--backward", type=float, metavar="MS", help="backward time of a micro-batch; default 2 x --forward"
-    )
+    of_work = partial(work.add_argument, type=float)
+    of_work("--forward", default=10.0, metavar="MS", help="forward time of a micro-batch; default 10")
+    of_work("--backward", metavar="MS", help="backward time of a micro-batch; default 2 x --forward")
     work.add_argument("--layers", type=int, metavar="N", help="number of layers; default 2 per segment")
-    work.add_argument(
-        "--activation",
-        type=float,
-        default=1.0,
-        metavar="MB",
-        help="activation sent to the next stage per micro-batch; default 1",
+    of_work(
+        "--activation", default=1.0, metavar="MB", help="activation sent to the next stage per micro-batch; default 1"
     )
-    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="gradients of a stage; default 100")
-    work.add_argument(
+    of_work("--gradients", default=100.0, metavar="MB", help="gradients of a stage; default 100")
+    of_work(
         "--saved",
-        type=float,
         metavar="MB",
         help="memory kept per micro-batch from forward to backward; prints the memory of a step (AdamW, fp32)",
     )
@@ -57,27 +50,20 @@ def add(subcommands: Any) -> None:
         help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
     cluster = made.add_argument_group("cluster")
+    of_cluster = partial(cluster.add_argument, type=float)
     cluster_option.add_tp_link(cluster)
     cluster.add_argument(
         "--tp-overlap", metavar="WAY", help="how tensor-parallel sums are hidden: sub, none or auto; default auto"
     )
     cluster.add_argument("--dp", type=int, default=2, help="replicas; default 2")
-    cluster.add_argument(
-        "--bandwidth", type=float, default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10"
-    )
-    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="latency of a message; default 50")
+    of_cluster("--bandwidth", default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10")
+    of_cluster("--latency", default=50.0, metavar="US", help="latency of a message; default 50")
     cluster.add_argument(
         "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a network card; default 1"
     )
-    cluster.add_argument(
-        "--chunk", type=float, default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1"
-    )
-    cluster.add_argument(
-        "--copy-bandwidth",
-        type=float,
-        default=25.0,
-        metavar="GB",
-        help="GB/s between device and pool, each way; default 25",
+    of_cluster("--chunk", default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1")
+    of_cluster(
+        "--copy-bandwidth", default=25.0, metavar="GB", help="GB/s between device and pool, each way; default 25"
     )
     cluster.add_argument(
         "--no-preempt", action="store_true", help="do not pause DP.sync: PP.sync waits for whole buckets"

@@ -174,12 +174,17 @@ def rivals_of(
     return tuple(found)
 
 
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns the rows, the header first, with columns of equal width: words to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def columns(rows: Sequence[tuple[str, ...]], *, numbers: bool = True) -> list[str]:
+    """Returns the rows, the header first, with columns of equal width: words to the left, numbers to the right.
+
+    Args:
+        numbers: all columns but the first one are.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs)
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+        for row in rows
     ]

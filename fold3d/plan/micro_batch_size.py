@@ -5,7 +5,7 @@ once (search_sizes).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
@@ -77,12 +77,7 @@ class _Sum:
 
     def layers(self, one: Sequence[LayerBytes], whole: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
         return tuple(
-            LayerBytes(
-                saved=self.bytes(a.saved, b.saved),
-                outputs=self.bytes(a.outputs, b.outputs),
-                forward=self.bytes(a.forward, b.forward),
-                backward=self.bytes(a.backward, b.backward),
-            )
+            LayerBytes(**{f.name: self.bytes(getattr(a, f.name), getattr(b, f.name)) for f in fields(LayerBytes)})
             for a, b in zip(one, whole, strict=True)
         )
 

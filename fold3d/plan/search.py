@@ -158,7 +158,7 @@ def _space(job: Job, constraints: Constraints) -> _C.PlanSpace:
         options.set_ways(["early", "zero1"], True)
     else:
         options.set_ways([constraints.dp_sync], False)
-    options.bucket_bytes = list(dp_sync.BUCKET_BYTES.values(job, constraints, {}))
+    options.bucket_bytes = list(dp_sync.BUCKET_BYTES.values(job, constraints))
     again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
     options.set_spared(core_spared(job, spared_from(constraints)), again is None, leaves is None)
     return options

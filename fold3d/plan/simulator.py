@@ -133,17 +133,9 @@ def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
 
 
 def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
-    return RankBreakdown(
-        compute_ms=rank.compute_ns / 1e6,
-        bubble_ms=rank.bubble_ns / 1e6,
-        exposed_pp_ms=rank.exposed_pp_ns / 1e6,
-        exposed_dp_ms=rank.exposed_dp_ns / 1e6,
-        exposed_offload_ms=rank.exposed_offload_ns / 1e6,
-        hidden_dp_ms=rank.hidden_dp_ns / 1e6,
-        pp_bytes=rank.pp_bytes,
-        dp_bytes=rank.dp_bytes,
-        exposed_tp_ms=rank.exposed_tp_ns / 1e6,
-    )
+    times = ("compute", "bubble", "exposed_pp", "exposed_dp", "exposed_offload", "hidden_dp", "exposed_tp")
+    milliseconds = {f"{name}_ms": getattr(rank, f"{name}_ns") / 1e6 for name in times}
+    return RankBreakdown(**milliseconds, pp_bytes=rank.pp_bytes, dp_bytes=rank.dp_bytes)
 
 
 def _records(step: _C.TrainingStep) -> tuple[tuple[dict[str, str | int], ...], ...]:

@@ -45,7 +45,7 @@ COMPRESSION = Knob(
     name="compression",
     help="by which factor gradients are made smaller",
     parse=_parse,
-    candidates=lambda job, constraints, so_far: (1.0, 2.0, 8.0) if job.dp > 1 else (1.0,),
+    candidates=lambda job: (1.0, 2.0, 8.0) if job.dp > 1 else (1.0,),
     default=1.0,
     check=_check,
     costs=_costs,
@@ -130,7 +130,7 @@ def test_what_nobody_registered_is_an_error() -> None:
 def test_each_knob_s_text_says_its_value() -> None:
     job = make_job(**SMALL)
     for knob in registry.KNOBS:
-        for value in knob.candidates(job, Constraints(), {}):
+        for value in knob.candidates(job):
             assert knob.read(knob.text(value)) == value
 
 

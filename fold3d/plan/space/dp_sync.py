@@ -4,13 +4,12 @@ long they may travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fold3d.config import DP_SYNC, DP_SYNC_DTYPES, parse_bytes
 from fold3d.errors import ConfigError
 from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob, SoFar
+from fold3d.plan.space.knob import Knob
 from fold3d.plan.strategy import MIXED, Constraints, Strategy
 
 DEFAULT = "early"
@@ -53,7 +52,7 @@ DTYPE = Knob(
     name="dp_sync_dtype",
     help=f"dtype in which gradients are sent: {', '.join(DP_SYNC_DTYPES)}",
     parse=str,
-    candidates=lambda job, constraints, so_far: (WHOLE,),  # the other changes the numbers: never by itself
+    candidates=lambda job: (WHOLE,),  # the other changes the numbers: never by itself
     check=_check_dtype,
     default=WHOLE,
     costs=_costs,
@@ -72,7 +71,7 @@ DELAY = Knob(
     name="gradient_delay",
     help="1: apply gradients one step later, so that DP.sync has a full step; changes the numbers",
     parse=int,
-    candidates=lambda job, constraints, so_far: (0,),  # never by itself
+    candidates=lambda job: (0,),  # never by itself
     check=_check_delay,
     default=0,
     costs=lambda job, value: replace(job, gradient_delay=value),
@@ -82,10 +81,6 @@ DELAY = Knob(
 
 WHOLE_CHUNK = 1 << 50
 """Makes every chunk one bucket."""
-
-
-def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[int]:
-    return (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_CHUNK)
 
 
 def _parse(text: str) -> int:
@@ -102,6 +97,6 @@ BUCKET_BYTES = Knob(
     name="bucket_bytes",
     help="least bytes of a bucket of gradients, such as 4MiB",
     parse=_parse,
-    candidates=_candidates,
+    candidates=lambda job: (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_CHUNK),
     flag=lambda value, strategy: None if strategy.dp == 1 else str(value),
 )

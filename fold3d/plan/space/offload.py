@@ -39,7 +39,7 @@ KNOB: Knob[Offload] = Knob(
     "activations; activations:50%%, of half of the micro-batches",
     parse=Offload.read,
     text=_text,
-    candidates=lambda job, constraints, so_far: (Offload(),),  # short of memory: csrc/core/plan/sparing.cpp
+    candidates=lambda job: (Offload(),),  # short of memory: csrc/core/plan/sparing.cpp
     default=Offload(),
     check=_check,
     flag=lambda value, strategy: None if value.nothing else str(value),
@@ -80,7 +80,7 @@ OPTIMIZER = Knob(
     name="offload_optimizer",
     help="True: keep the optimizer state in host memory and step it there",
     parse=_flag_of,
-    candidates=lambda job, constraints, so_far: (False,),  # the host's memory and cores are the user's to give
+    candidates=lambda job: (False,),  # the host's memory and cores are the user's to give
     default=False,
     costs=optimizer_costs,
     flag=lambda value, strategy: "True" if value else None,

@@ -1,8 +1,9 @@
-"""The knobs. The order is that of the text form and of the flags, and each knob's candidates see those before it."""
+"""The knobs. The order is that of the text form and of the flags."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from fold3d.errors import ConfigError
@@ -55,16 +56,9 @@ def constrained(**values: Any) -> Constraints:
 
 def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
     """Yields each combination of values of the knobs without a field of their own, as Strategy.settings."""
-
-    def extended(at: int, so_far: dict[str, Any]) -> Iterator[tuple[tuple[str, str], ...]]:
-        if at == len(others):
-            yield tuple((knob.name, knob.text(so_far[knob.name])) for knob in others)
-            return
-        for value in others[at].values(job, constraints, so_far):
-            yield from extended(at + 1, so_far | {others[at].name: value})
-
-    others = in_settings(job.tp)
-    yield from extended(0, {})
+    knobs = in_settings(job.tp)
+    for values in product(*(knob.values(job, constraints) for knob in knobs)):
+        yield tuple((knob.name, knob.text(value)) for knob, value in zip(knobs, values, strict=True))
 
 
 def in_settings(tp: int) -> list[Knob[Any]]:

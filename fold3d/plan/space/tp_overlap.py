@@ -12,8 +12,7 @@ from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 from fold3d.plan.costs import Exchanges, NetworkCosts, TpExchange
 from fold3d.plan.job import Job
-from fold3d.plan.space.knob import Knob, SoFar
-from fold3d.plan.strategy import Constraints
+from fold3d.plan.space.knob import Knob
 
 _WHOLE_BYTES = _C.whole_exchange_bytes()
 
@@ -131,7 +130,7 @@ def _parse(text: str) -> str:
     return text
 
 
-def _candidates(job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[str]:
+def _candidates(job: Job) -> Sequence[str]:
     return [way for way in reversed(TP_WAYS) if way != "sub" or job.profile.halves_factor is not None]
 
 
