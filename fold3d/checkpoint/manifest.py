@@ -119,7 +119,7 @@ def _in_present(folder: Path) -> str | None:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _TELLING and path.is_file()):
         problem = None
         if path.suffix == ".safetensors":
-            problem = _defect(path)
+            problem = defect(path)
         elif path.suffix == ".json":
             content, key = _parsed(path), _STEPS.get(path.name)
             if key is not None and not (isinstance(content, dict) and isinstance(content.get(key), int)):
@@ -132,7 +132,7 @@ def _in_present(folder: Path) -> str | None:
     return None
 
 
-def _defect(path: Path) -> str | None:
+def defect(path: Path) -> str | None:
     """Returns what is wrong with a safetensors file judged by its header and size, None when nothing is."""
     try:
         read_header(path)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -299,25 +299,14 @@ def overlap_ns(first: Spans, second: Spans) -> int:
     return total
 
 
-def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[dict[str, Any]]] | None:
-    """Returns all ranks' records on one clock on rank 0, None elsewhere. Every rank of the job must call.
+def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[RawRecord]] | None:
+    """Returns all ranks' records, by rank, on one clock on rank 0, None elsewhere. Every rank of the job must call.
 
     Clocks of different machines are lined up at a barrier, so they agree to about the time a barrier takes.
     """
     world.barrier()
     origin = time.monotonic_ns()
-    mine = [
-        {
-            "rank": world.topology.rank,
-            "lane": lane,
-            "action": action,
-            "start_ns": start - origin,
-            "end_ns": end - origin,
-            "bytes": size,
-        }
-        for lane, action, start, end, size in records
-    ]
-    return world.gather(mine)
+    return world.gather([(lane, text, start - origin, end - origin, size) for lane, text, start, end, size in records])
 
 
 @dataclass(frozen=True, kw_only=True)

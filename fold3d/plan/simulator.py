@@ -10,6 +10,9 @@ from fold3d.schedule import parse_action
 from fold3d.schedule.library import config_errors
 from fold3d.topology import of_stage
 
+Record = tuple[str, str, int, int, int]
+"""(lane, action text, start_ns, end_ns, bytes), as a run records it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBreakdown:
@@ -55,7 +58,7 @@ class Prediction:
     """Simulated until two took the same time."""
     steady: bool
     """False: they never did; step_ms is that of the last one."""
-    records: tuple[tuple[dict[str, str | int], ...], ...]
+    records: tuple[tuple[Record, ...], ...]
     """Per rank what the timeline shows (fold3d.observe.timeline); empty unless asked for."""
 
 
@@ -138,8 +141,8 @@ def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
     return RankBreakdown(**milliseconds, pp_bytes=rank.pp_bytes, dp_bytes=rank.dp_bytes)
 
 
-def _records(step: _C.TrainingStep) -> tuple[tuple[dict[str, str | int], ...], ...]:
-    ranks: list[list[dict[str, str | int]]] = [[] for _ in step.ranks]
+def _records(step: _C.TrainingStep) -> tuple[tuple[Record, ...], ...]:
+    ranks: list[list[Record]] = [[] for _ in step.ranks]
     free = [0] * len(ranks)  # since when the rank computes nothing
     gathered = {(span.rank, span.end_ns) for span in step.spans if span.text.endswith("GATHER")}
     for span in step.spans:
@@ -148,9 +151,9 @@ def _records(step: _C.TrainingStep) -> tuple[tuple[dict[str, str | int], ...], .
             begin, free[span.rank] = free[span.rank], span.end_ns
             if begin < span.start_ns:
                 text = _awaited(span, (span.rank, span.start_ns) in gathered)
-                mine.append(_record(span.rank, "wait", text, begin, span.start_ns, 0))
+                mine.append(("wait", text, begin, span.start_ns, 0))
         lane = "gather" if span.text.endswith("GATHER") else span.lane  # the simulator's rings carry both
-        mine.append(_record(span.rank, lane, span.text, span.start_ns, span.end_ns, span.bytes))
+        mine.append((lane, span.text, span.start_ns, span.end_ns, span.bytes))
     return tuple(tuple(rank) for rank in ranks)
 
 
@@ -161,7 +164,3 @@ def _awaited(span: _C.SimulatedSpan, gathered: bool) -> str:
     if forward and (gathered or action.chunk == 0):  # nothing but DP.sync holds up the first chunk
         return f"{action.chunk}GATHER"
     return f"{action.chunk}RECV_{'F' if forward else 'B'}{action.micro_batch}"
-
-
-def _record(rank: int, lane: str, action: str, start: int, end: int, size: int) -> dict[str, str | int]:
-    return {"rank": rank, "lane": lane, "action": action, "start_ns": start, "end_ns": end, "bytes": size}

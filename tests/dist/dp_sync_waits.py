@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fold3d
 from fold3d import _C, schedule
-from fold3d.comms import rings
+from fold3d.comms import connections
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine.planning import replanner
@@ -188,13 +188,13 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
-    before, known = rings.host_identity, _shared_memory()
-    rings.host_identity = lambda: hosts[topology.rank]
+    before, known = connections.host_identity, _shared_memory()
+    connections.host_identity = lambda: hosts[topology.rank]
     try:
-        arbiter = rings.join_nic_arbiter(topology, groups, "job", True)
+        arbiter = connections.join_nic_arbiter(topology, groups, "job", True)
         found = sorted(_shared_memory() - known)
     finally:
-        rings.host_identity = before
+        connections.host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
     dist.barrier()
     del arbiter
@@ -204,12 +204,12 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
 
 def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
     """Returns how many messages of a step this rank told its host's arbiter of, and its shared memory."""
-    known, before = _shared_memory(), rings.host_identity
-    rings.host_identity = lambda: hosts[dist.get_rank()]
+    known, before = _shared_memory(), connections.host_identity
+    connections.host_identity = lambda: hosts[dist.get_rank()]
     try:
         engine = engine_of(dp=2, pp=2, segments=2)
     finally:
-        rings.host_identity = before
+        connections.host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
     assert engine._rank is not None
@@ -237,7 +237,7 @@ def broken_gate() -> list[str]:
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
     groups.world.barrier = _raise  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionError):
-        rings.join_nic_arbiter(topology, groups, "job", True)
+        connections.join_nic_arbiter(topology, groups, "job", True)
     dist.barrier()
     groups.close()
     return [path.name for path in set(Path("/dev/shm").glob("fold3d-*")) - known]
