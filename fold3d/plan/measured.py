@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fold3d import _C
 from fold3d.plan.cluster_model import (
@@ -17,35 +17,16 @@ from fold3d.plan.cluster_model import (
 )
 from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
-from fold3d.plan.simulator import Prediction, RankBreakdown, prediction_of
+from fold3d.plan.simulator import Prediction, prediction_of
 from fold3d.plan.spared import NOTHING, Spared
 from fold3d.plan.strategy import Ranges, Strategy
 
 _TRIES = 24
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
-    """What the simulator says of a run as it is."""
-
-    step_ms: float
-    stages: tuple[RankBreakdown, ...]
-    """Where a rank's time goes, by stage."""
-    gather_order: tuple[tuple[int, ...], ...]
-    """Per stage: its early buckets in the order of their gathers."""
-
-    @classmethod
-    def of(cls, prediction: Prediction, gather_order: tuple[tuple[int, ...], ...]) -> Expected:
-        """Returns what `prediction` says of a run that gathers in this order."""
-        return cls(step_ms=prediction.step_ms, stages=prediction.ranks, gather_order=gather_order)
-
-    def longer_by(self, other_ms: float) -> Expected:
-        """Returns what to expect of a step that has so much in it which is not simulated."""
-        return replace(self, step_ms=self.step_ms + other_ms)
-
-
-def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Modes) -> Expected:
-    """Returns the fastest order of gathers found for a schedule with backwards, and how long a step then takes.
+def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Modes) -> Prediction:
+    """Returns a step of a schedule with backwards, with the fastest order of gathers that was found; no order where
+    there is one replica.
 
     Args:
         modes: per stage, the way of DP.sync of each bucket.
@@ -57,7 +38,7 @@ def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Mod
         model.early_gathers = fastest_early_gathers(schedule, model, numbers)
     best = prediction_of(_C.simulate_step(schedule, model), early_gathers=None)
     orders = best.gather_order if cluster.dp > 1 else tuple(() for _ in range(schedule.pp))
-    return Expected.of(best, orders)
+    return replace(best, gather_order=orders)
 
 
 def without_recomputed(job: Job, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:

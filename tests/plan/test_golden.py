@@ -143,7 +143,7 @@ def test_measured_times_give_the_same_gathers() -> None:
         for schedule in ("aiao", "interleaved"):
             made = schedules.lower(schedules.generate(schedule, pp=2, segments=2, micro_batches=6), reduce=where.dp > 1)
             expected = plan_gathers(made, costs, where, modes)
-            found[f"{name}, {schedule}"] = [expected.step_ms, expected.gather_order, expected.stages[0].exposed_dp_ms]
+            found[f"{name}, {schedule}"] = [expected.step_ms, expected.gather_order, expected.ranks[0].exposed_dp_ms]
     compare("measured", found)
 
 
