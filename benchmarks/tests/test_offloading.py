@@ -23,8 +23,8 @@ from benchmarks.offload import SHORTEST_S, Found, Link, check_losses, slowdown
 from benchmarks.tests.test_cluster import CLUSTER, NO_MESSAGES, ROOT
 from fold3d.plan.costs import NetworkCosts
 from fold3d.plan.job import Job
+from fold3d.plan.memory import Spared
 from fold3d.plan.search import search
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace

@@ -1,10 +1,10 @@
 """Checkpoints in the stock Trainer's folder layout, under any dp, pp and segments."""
 
 from fold3d.checkpoint import manifest
-from fold3d.checkpoint.adapters import adapter_files, has_adapters, load_adapters
 from fold3d.checkpoint.background import Background, Part
 from fold3d.checkpoint.delivery import Delivery, sees_folder, write_all
 from fold3d.checkpoint.folder import CheckpointFolder, last_committed, remove_stale
+from fold3d.checkpoint.names import adapter_files, has_adapters, load_adapters
 from fold3d.checkpoint.optimizer import OptimizerFiles, OptimizerLayout
 from fold3d.checkpoint.regions import regions_of
 from fold3d.checkpoint.torch_file import reading

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fold3d.checkpoint.regions import Entry, Region, box_of, spread_over, windows, write_box
-from fold3d.comms.family import as_bytes
+from fold3d.comms.tree_group import as_bytes
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
 

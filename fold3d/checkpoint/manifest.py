@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from fold3d.checkpoint import adapters
+from fold3d.checkpoint.names import ADAPTER_FILE
 from fold3d.errors import CheckpointError
 from fold3d.weights.safetensors_file import read_header
 
@@ -94,7 +94,7 @@ def _in_weights(folder: Path) -> str | None:
         missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"
-    return None if weights or any(folder.rglob(adapters.FILE)) else f"it holds no {_WEIGHTS}"
+    return None if weights or any(folder.rglob(ADAPTER_FILE)) else f"it holds no {_WEIGHTS}"
 
 
 def _in_recorded(folder: Path) -> str | None:

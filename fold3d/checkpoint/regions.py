@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fold3d.comms.family import as_bytes
+from fold3d.comms.tree_group import as_bytes
 from fold3d.data_parallel.bucket import Piece, memory_order
 from fold3d.sharding.shard import Shard, even_part
 from fold3d.weights.safetensors_file import fill

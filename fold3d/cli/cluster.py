@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli.schedules import picture as picture_file
+from fold3d.cli.schedules import picture
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
@@ -58,7 +58,7 @@ def _add_simulate(subcommands: Any) -> None:
     made.add_argument(
         *("--picture", "--png"),
         dest="picture",
-        type=picture_file,
+        type=picture,
         metavar="FILE",
         help="draw times, used GPUs and fairness (of the first draw): .png, .svg or .pdf",
     )
@@ -67,11 +67,10 @@ def _add_simulate(subcommands: Any) -> None:
 
 def run_simulate(options: argparse.Namespace) -> None:
     """Prints a table, and draws. Raises: ConfigError for options and files that cannot work, or without scipy."""
-    from fold3d.cluster import picture
     from fold3d.cluster.fields import Field
     from fold3d.cluster.jobs import Cluster
     from fold3d.cluster.rounds import Rules
-    from fold3d.cluster.simulate import simulate
+    from fold3d.cluster.simulate import draw, simulate
     from fold3d.cluster.workload import read
 
     seconds = Field(options.round, "--round").number(above=0.0, unit="in seconds")
@@ -96,7 +95,7 @@ def run_simulate(options: argparse.Namespace) -> None:
     print(f"{jobs}; hours from arrival to end; rounds of {seconds:g} s")
     print("\n".join(columns(rows)))
     if options.picture is not None:
-        picture.draw(shown, gpus, Path(options.picture))
+        draw(shown, gpus, Path(options.picture))
         print(options.picture)
 
 

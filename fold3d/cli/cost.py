@@ -21,7 +21,7 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.cluster.cost import Offer, Plan, Terms
-    from fold3d.cluster.prices import Machine
+    from fold3d.cluster.devices import Machine
     from fold3d.cluster.rates import Measured
     from fold3d.plan.job import Job
     from fold3d.plan.search import Found
@@ -175,12 +175,12 @@ def add(subcommands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints what was asked for. Raises: ConfigError, TraceError."""
-    from fold3d.cluster import launch, prices
+    from fold3d.cluster import devices, launch
     from fold3d.cluster.cost import offers
     from fold3d.cluster.rates import Measured
 
     _check(options)
-    machines = prices.choose(options.devices, prices.read(Path(options.prices)))
+    machines = devices.choose_machines(options.devices, devices.read_prices(Path(options.prices)))
     measured = Measured()
     if options.rates is not None:
         measured = Measured.read(Path(options.rates))

@@ -119,11 +119,10 @@ def run(options: argparse.Namespace) -> None:
     from fold3d.offload import Offload
     from fold3d.plan.cluster_model import Cluster, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
-    from fold3d.plan.memory import even_curves, even_stashes
+    from fold3d.plan.memory import Spared, even_curves, even_stashes
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.dp_sync import gradient_share
     from fold3d.plan.space.tp_overlap import even_regions, layers_seconds
-    from fold3d.plan.spared import Spared
     from fold3d.recompute import Choice, Recompute
 
     if options.picture and importlib.util.find_spec("matplotlib") is None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d.cluster.deadline import Due, Market, Mixture, mixture
+from fold3d.cluster.devices import Machine
 from fold3d.cluster.jobs import Option
-from fold3d.cluster.prices import Machine
 from fold3d.cluster.rates import Estimate, Measured, estimate
 
 _HOUR = 3600.0

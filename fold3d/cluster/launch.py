@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fold3d.cluster.cost import Offer
+from fold3d.cluster.slurm.commands import options, script
 from fold3d.cluster.slurm.folder import On, Wish
-from fold3d.cluster.slurm.script import options, script
 
 PREEMPTED = 75
 """The status with which the script of SkyPilot's task ends when the training was asked to end: EX_TEMPFAIL."""

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.comms.family import as_bytes
-from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.tree_group import TreeGroup, as_bytes
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError, ConfigError, Fold3dError, RankError
 from fold3d.topology import Topology

@@ -11,7 +11,7 @@ from fold3d.offload import Offload
 from fold3d.placement.layers import layer_reads
 from fold3d.plan.costs import as_tuple, pause_bytes
 from fold3d.plan.job import Job
-from fold3d.plan.spared import NOTHING, Spared
+from fold3d.plan.memory import NOTHING, Spared
 from fold3d.plan.strategy import Modes, Orders, Ranges, Strategy
 from fold3d.recompute import Choice, Recompute
 from fold3d.schedule.library import config_errors

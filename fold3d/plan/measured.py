@@ -17,8 +17,8 @@ from fold3d.plan.cluster_model import (
 )
 from fold3d.plan.job import Job
 from fold3d.plan.layout import layout_of
+from fold3d.plan.memory import NOTHING, Spared
 from fold3d.plan.simulator import Prediction, prediction_of
-from fold3d.plan.spared import NOTHING, Spared
 from fold3d.plan.strategy import Ranges, Strategy
 
 _TRIES = 24

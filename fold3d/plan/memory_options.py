@@ -12,10 +12,9 @@ from fold3d.errors import ConfigError
 from fold3d.offload import Offload
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, cut, simulate
-from fold3d.plan.memory import peaks_of
+from fold3d.plan.memory import Spared, peaks_of
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.space import offload, registry
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Strategy
 from fold3d.recompute import Recompute
 from fold3d.schedule import only_segments

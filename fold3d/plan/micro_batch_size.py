@@ -12,9 +12,9 @@ from fold3d.errors import ConfigError
 from fold3d.plan.costs import Exchanges, LayerBytes, Profile
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, simulate
+from fold3d.plan.memory import Spared
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.space import registry
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Strategy
 
 

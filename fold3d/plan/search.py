@@ -15,12 +15,11 @@ from fold3d.placement.partition import split_ranges
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, core_spared, layout_of, numbers_of, simulate, spared_of_core
 from fold3d.plan.measured import with_times, without_recomputed
-from fold3d.plan.memory import StagePeak, peaks_of
+from fold3d.plan.memory import Spared, StagePeak, peaks_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
 from fold3d.plan.space import dp_sync, offload, recompute, registry
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import MIXED, Constraints, Strategy, name_of
 from fold3d.schedule.library import config_errors
 from fold3d.topology import num_segments

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d.placement.bucket_layout import FP32_BYTES
 from fold3d.plan.costs import Inside, LayerBytes, Profile, estimated
-from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
+from fold3d.profile.calls import ModuleCall, TensorShape, Timing, record_calls, time_call
 from fold3d.profile.layer_bytes import inside_of, layer_bytes
 from fold3d.profile.optimizer import UpdateCost, update_cost
-from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
 from fold3d.trace.module_results import Value

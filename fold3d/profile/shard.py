@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fold3d.plan.costs import LayerBytes, Profile, TpExchange
-from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
+from fold3d.profile.calls import ModuleCall, TensorShape, record_calls, time_call
 from fold3d.profile.layer_bytes import layer_bytes
-from fold3d.profile.stopwatch import time_call
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.split import BlockSplit, SequenceSplit
 from fold3d.trace import Trace

@@ -49,8 +49,7 @@ from fold3d.checkpoint import (
     together,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
-from fold3d.checkpoint.adapters import AdapterFiles
-from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
+from fold3d.checkpoint.names import AdapterFiles, converts_weights, persistent_buffers, saved_names, tied_groups
 from fold3d.checkpoint.regions import Region
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.late.weight_versions import parameter_of

@@ -17,8 +17,8 @@ from fold3d.errors import ConfigError
 from fold3d.plan.costs import LayerBytes
 from fold3d.plan.job import Job
 from fold3d.plan.layout import Plan, cut, simulate
+from fold3d.plan.memory import Spared
 from fold3d.plan.search import decide_jobs, search
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Constraints
 from fold3d.recompute import Recompute
 from tests.plan.jobs import make_job

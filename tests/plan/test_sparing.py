@@ -9,9 +9,9 @@ import pytest
 
 from fold3d.plan.costs import LayerBytes
 from fold3d.plan.job import Job
+from fold3d.plan.memory import Spared
 from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.search import decide, recheck, search
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 

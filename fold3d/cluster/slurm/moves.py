@@ -17,9 +17,8 @@ from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rates import Estimate, Measured, estimate, probe
 from fold3d.cluster.rounds import Rules, Running, place
 from fold3d.cluster.slurm import commands
-from fold3d.cluster.slurm.commands import Queued
+from fold3d.cluster.slurm.commands import COMMENT, Queued, options, script
 from fold3d.cluster.slurm.folder import Folder, Wish
-from fold3d.cluster.slurm.script import COMMENT, options, script
 from fold3d.errors import ConfigError
 
 _LATEST = 3

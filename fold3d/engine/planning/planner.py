@@ -29,12 +29,12 @@ from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
 from fold3d.plan.job import Job
+from fold3d.plan.memory import Spared
 from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
-from fold3d.plan.spared import Spared
 from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network import ShardLink, copy_bandwidth, probe_network, probe_shards

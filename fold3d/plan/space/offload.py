@@ -14,9 +14,9 @@ from dataclasses import replace
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
 from fold3d.plan.job import Job
+from fold3d.plan.memory import Spared, keeps_boundaries
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.spared import Spared, keeps_boundaries
 from fold3d.plan.strategy import Constraints, Strategy
 
 
