@@ -158,7 +158,8 @@ class Delivery:
                 pieces = [pieces for pieces, _ in shares]
                 entries = whole_entries(pieces)
                 room = sum(entry.bytes for entry in entries.values())
-                if shutil.disk_usage(_existing(files.folder)).free < room:
+                there = next(path for path in (files.folder, *files.folder.absolute().parents) if path.is_dir())
+                if shutil.disk_usage(there).free < room:
                     raise OSError(errno.ENOSPC, f"{room / 1e6:,.0f} MB do not fit", str(files.folder))
                 locations = files.make(entries, [note for _, note in shares])
                 _let_go(files.folder, locations.values())
@@ -326,7 +327,3 @@ def _let_go(folder: Path, locations: Iterable[Location]) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

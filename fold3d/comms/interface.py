@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -75,7 +76,9 @@ def nearest_cards(device: torch.device, sysfs: Path = SYSFS) -> str:
     if address is None:
         return ""
     way = _way(sysfs / "bus/pci/devices" / address)
-    common = {name: _common(way, place) for name, place in _cards(sysfs).items()}
+    # How many bridges the ways of card and device share, from the root on.
+    pairs = {name: zip(way, place, strict=False) for name, place in _cards(sysfs).items()}
+    common = {name: len(list(takewhile(lambda pair: pair[0] == pair[1], both))) for name, both in pairs.items()}
     most = max(common.values(), default=0)
     return "+".join(sorted(name for name, count in common.items() if count == most)) if way else ""
 
@@ -109,11 +112,6 @@ def _way(place: Path) -> list[str]:
     """Returns the bridges from the root of the PCIe tree, and the place itself; empty where it is not on one."""
     parts = place.resolve().parts if place.exists() else ()
     return [part for part in parts if ":" in part]
-
-
-def _common(one: list[str], other: list[str]) -> int:
-    """Returns how many of the first bridges two ways share."""
-    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def read_line(path: Path) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +180,8 @@ def examine(
     if meeting.world > 1:
         try:
             with process_group(meeting.store, meeting.rank, meeting.world, where, timeout):
-                pairs = _together(meeting, "pairs", lambda: list(_met(meeting, where, size, timeout)))
+                met = partial(meet_pairs, meeting.rank, meeting.world, where, size, timeout)
+                pairs = _together(meeting, "pairs", lambda: list(met().items()))
                 sums = _together(meeting, "collectives", lambda: collective_speeds(meeting.world, where, size))
         except Fold3dError:
             raise
@@ -223,10 +225,6 @@ def _together(meeting: Meeting, what: str, measure: Callable[[], Any]) -> list[A
         meeting.give_up(what, str(error))
         raise RankError("; ".join(meeting.causes(what))) from error  # others' come first, whose lack others notice
     return meeting.gather(what, value)
-
-
-def _met(meeting: Meeting, device: torch.device, size: int, timeout: float) -> Sequence[tuple[int, float]]:
-    return list(meet_pairs(meeting.rank, meeting.world, device, size, timeout).items())
 
 
 def _facts(said: dict[str, Any]) -> Facts:

@@ -217,13 +217,13 @@ def remark_on(found: list[Sized], samples: int, *, measured: bool) -> str:
     chosen = found[0]
     said = f"micro_batch_size={chosen.size} of {samples} samples"
     said += ", whole micro-batches" if chosen.size == samples else f", {samples // chosen.size} parts"
-    others = "; ".join(_row(one) for one in sorted(found, key=lambda one: -one.size) if one is not chosen)
+    others = "; ".join(
+        f"{one.size}: {_costs(one)}" + ("" if one.fits else ", does not fit")
+        for one in sorted(found, key=lambda one: -one.size)
+        if one is not chosen
+    )
     how = "" if measured or not others else "; times are in proportion to samples, a part was not measured"
     return f"{said}: {_costs(chosen)}" + (f"; {others}" if others else "") + how
-
-
-def _row(one: Sized) -> str:
-    return f"{one.size}: {_costs(one)}" + ("" if one.fits else ", does not fit")
 
 
 def _costs(one: Sized) -> str:

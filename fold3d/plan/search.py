@@ -247,13 +247,14 @@ class Found:
         )
         early = round(step.early_gathers / job.pp) if planned is not None else None
         traded = [*self._traded(best, plan, peaks), *self._on_host(best, plan, peaks)]
+        times = [] if job.profile.measured else ["layers were not measured: times are shares of FLOPs"]
         return Proposal(
             strategy=strategy,
             prediction=prediction_of(step, early_gathers=early),
             peaks=peaks,
             limited=job.memory_limit is not None,
             cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
-            remarks=(*_on_limits(job, peaks), *traded, *_on_times(job), *remarks),
+            remarks=(*_on_limits(job, peaks), *traded, *times, *remarks),
             runners_up=self._runners_up(best),
             second_best=second_best,
         )
@@ -386,10 +387,6 @@ def _on_limits(job: Job, peaks: Sequence[StagePeak]) -> list[str]:
     if job.memory_limit is not None:
         return [f"needs about {text_of_bytes(memory)} of {text_of_bytes(job.memory_limit)} on the fullest rank"]
     return []
-
-
-def _on_times(job: Job) -> list[str]:
-    return [] if job.profile.measured else ["layers were not measured: times are shares of FLOPs"]
 
 
 def decide(

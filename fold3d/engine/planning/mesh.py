@@ -192,7 +192,9 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
         profile, one = _measured(asked, recording, group)
         group.progress.turn_to("measuring links")
         hosts = _links(asked, profile, per_host, group)
-        limit = group.decide(asked.limit, _least, timeout=group.patience)
+        limit = group.decide(
+            asked.limit, lambda limits: min(filter(None, limits), default=None), timeout=group.patience
+        )
         group.progress.turn_to("comparing meshes")
         jobs = _Jobs(asked, recording, profile, one, hosts, limit)
         return group.decide(None, lambda _: _best(asked, jobs, options, limit), timeout=group.patience)
@@ -257,10 +259,6 @@ def _per_host(hosts: Sequence[str]) -> int:
         len(set(hosts[first : first + count])) == 1 for first in range(0, len(hosts), count)
     )
     return count if even and len(set(hosts)) * count == len(hosts) else 1
-
-
-def _least(limits: Sequence[int | None]) -> int | None:
-    return min((one for one in limits if one is not None), default=None)
 
 
 def _measured(asked: Asked, recording: Trace, group: WorldGroup) -> tuple[Profile, Profile | None]:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from fold3d.config import DP_SYNC, DP_SYNC_DTYPES, parse_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import MIXED, Constraints, Strategy
+from fold3d.plan.strategy import MIXED, Constraints
 
 DEFAULT = "early"
 WHOLE = "float32"
@@ -21,16 +20,12 @@ def _check(value: str, constraints: Constraints) -> None:
         raise ConfigError(f"dp_sync={value!r}: must be one of {', '.join(DP_SYNC)}, or None to choose")
 
 
-def _flag(value: str, strategy: Strategy) -> str | None:
-    return None if strategy.dp == 1 or value == MIXED else value
-
-
 KNOB = Knob(
     name="dp_sync",
     help=f"how gradients are summed over the replicas: {', '.join(DP_SYNC)}",
     parse=str,
     check=_check,
-    flag=_flag,
+    flag=lambda value, strategy: None if strategy.dp == 1 or value == MIXED else value,
 )
 
 
@@ -44,10 +39,6 @@ def _check_dtype(value: str, constraints: Constraints) -> None:
         raise ConfigError(f"dp_sync_dtype={value!r}: must be one of {', '.join(DP_SYNC_DTYPES)}")
 
 
-def _costs(job: Job, value: str) -> Job:
-    return replace(job, gradient_share=gradient_share(value))
-
-
 DTYPE = Knob(
     name="dp_sync_dtype",
     help=f"dtype in which gradients are sent: {', '.join(DP_SYNC_DTYPES)}",
@@ -55,7 +46,7 @@ DTYPE = Knob(
     candidates=lambda job: (WHOLE,),  # the other changes the numbers: never by itself
     check=_check_dtype,
     default=WHOLE,
-    costs=_costs,
+    costs=lambda job, value: replace(job, gradient_share=gradient_share(value)),
     flag=lambda value, strategy: None if value == WHOLE else value,
 )
 

@@ -63,7 +63,7 @@ def meshes(
     Raises: ConfigError if there is none.
     """
     found = []
-    for shards in [tp] if tp is not None else _divisors(ranks_per_host):
+    for shards in [tp] if tp is not None else (n for n in range(1, ranks_per_host + 1) if ranks_per_host % n == 0):
         for stages in [pp] if pp is not None else range(1, most_stages + 1):
             replicas, rest = divmod(processes, shards * stages)
             if rest or not replicas or micro_batches % replicas:
@@ -109,7 +109,3 @@ def search_meshes(
         else:
             found.append(((0.0, best.step_ns, size), Tried(mesh, one, "")))
     return [tried for _, tried in sorted(found, key=lambda pair: pair[0])]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

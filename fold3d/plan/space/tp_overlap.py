@@ -130,10 +130,6 @@ def _parse(text: str) -> str:
     return text
 
 
-def _candidates(job: Job) -> Sequence[str]:
-    return [way for way in reversed(TP_WAYS) if way != "sub" or job.profile.halves_factor is not None]
-
-
 def _costs(job: Job, value: str) -> Job:
     """Returns the job with the waits for TP.sync in its layers' times; "auto" is the fastest way."""
     profile, ways = job.profile, TP_WAYS if value == AUTO else (value,)
@@ -188,7 +184,7 @@ KNOB = Knob(
     name="tp_overlap",
     help="how TP.sync is hidden: sub (halves of a micro-batch), fused (products send pieces), none, or auto",
     parse=_parse,
-    candidates=_candidates,
+    candidates=lambda job: [way for way in reversed(TP_WAYS) if way != "sub" or job.profile.halves_factor is not None],
     default=AUTO,
     costs=_costs,
     flag=lambda value, strategy: None if value == AUTO else value,
