@@ -25,25 +25,27 @@ _BLIND = ":blind"
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("cluster", help="share GPUs of several kinds among jobs", description=__doc__)
-    below = made.add_subparsers(metavar="COMMAND", required=True)
+    command = subcommands.add_parser("cluster", help="share GPUs of several kinds among jobs", description=__doc__)
+    below = command.add_subparsers(metavar="COMMAND", required=True)
     _add_simulate(below)
     _add_jobs(below)
 
 
 def _add_simulate(subcommands: Any) -> None:
     text = "Simulates a cluster: which policy suits these jobs, and which GPUs."
-    made = subcommands.add_parser("simulate", help="what a policy, or other GPUs, would do to jobs", description=text)
-    number, integer = (partial(made.add_argument, type=kind) for kind in (float, int))
-    made.add_argument("workload", metavar="WORKLOAD.json", help="models, their rates, and jobs; see docs/cluster.md")
-    made.add_argument(
+    command = subcommands.add_parser(
+        "simulate", help="what a policy, or other GPUs, would do to jobs", description=text
+    )
+    number, integer = (partial(command.add_argument, type=kind) for kind in (float, int))
+    command.add_argument("workload", metavar="WORKLOAD.json", help="models, their rates, and jobs; see docs/cluster.md")
+    command.add_argument(
         "--gpus",
         action="append",
         required=True,
         metavar="KIND:COUNT@PRICE,..",
         help="GPUs of the cluster, prices per GPU and hour optional; repeat it to compare clusters",
     )
-    made.add_argument(
+    command.add_argument(
         "--policy",
         action="append",
         metavar="NAME",
@@ -55,14 +57,14 @@ def _add_simulate(subcommands: Any) -> None:
     integer("--draw", metavar="JOBS", help="number of jobs to draw from the file; with --per-hour")
     number("--per-hour", metavar="JOBS", help="jobs that arrive per hour, with --draw")
     integer("--seeds", help="number of draws to average, with --draw; default 1")
-    made.add_argument(
+    command.add_argument(
         *("--picture", "--png"),
         dest="picture",
         type=picture,
         metavar="FILE",
         help="draw times, used GPUs and fairness (of the first draw): .png, .svg or .pdf",
     )
-    made.set_defaults(run=run_simulate)
+    command.set_defaults(run=run_simulate)
 
 
 def run_simulate(options: argparse.Namespace) -> None:
@@ -174,44 +176,46 @@ _LONGEST_ROUND = 366 * 86400.0
 
 def _add_jobs(subcommands: Any) -> None:
     """Adds the subcommands to the parser."""
-    made = subcommands.add_parser("submit", help="add a job that can run on several kinds of GPU", description=_OF_JOBS)
-    made.add_argument("name")
-    made.add_argument("script", help="train.py, started by torchrun, or a program that is run once per node")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
-    made.add_argument(
+    command = subcommands.add_parser(
+        "submit", help="add a job that can run on several kinds of GPU", description=_OF_JOBS
+    )
+    command.add_argument("name")
+    command.add_argument("script", help="train.py, started by torchrun, or a program that is run once per node")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
+    command.add_argument(
         "--on",
         action="append",
         required=True,
         metavar="KIND:NODESxGPUS",
         help="where it can run, such as a100:1x2; may be repeated",
     )
-    made.add_argument(
+    command.add_argument(
         "--output", required=True, metavar="FOLDER", help="output_dir of the job, on storage that all nodes mount"
     )
-    made.add_argument(
+    command.add_argument(
         "--predicted",
         metavar="FILE",
         help="file with predicted rates in tokens per second; default: proportional to GPUs",
     )
-    made.add_argument("--weight", type=float, default=1.0, help="weight in the policy; default 1")
-    made.add_argument("--group", default="", help="group, for the policy hierarchical")
-    made.add_argument("--deadline", type=float, metavar="HOURS", help="deadline in hours from now")
-    made.set_defaults(run=run_submit)
-    made = subcommands.add_parser("round", help="start, move and stop jobs by a policy", description=_OF_JOBS)
-    made.add_argument("--policy", default="fair", metavar="NAME", help="policy; default fair")
-    made.add_argument("--gpus", metavar="KIND:COUNT,..", help="GPUs that jobs may use; default: all of the cluster")
-    made.add_argument(
+    command.add_argument("--weight", type=float, default=1.0, help="weight in the policy; default 1")
+    command.add_argument("--group", default="", help="group, for the policy hierarchical")
+    command.add_argument("--deadline", type=float, metavar="HOURS", help="deadline in hours from now")
+    command.set_defaults(run=run_submit)
+    command = subcommands.add_parser("round", help="start, move and stop jobs by a policy", description=_OF_JOBS)
+    command.add_argument("--policy", default="fair", metavar="NAME", help="policy; default fair")
+    command.add_argument("--gpus", metavar="KIND:COUNT,..", help="GPUs that jobs may use; default: all of the cluster")
+    command.add_argument(
         "--every", type=float, metavar="SECONDS", help="repeat rounds at this interval; default: one round, for cron"
     )
-    made.add_argument(
+    command.add_argument(
         "--round", type=float, metavar="SECONDS", help="time between rounds of cron; default --every or 360"
     )
-    made.set_defaults(run=run_round)
-    made = subcommands.add_parser("status", help="list the jobs and what each is owed", description=_OF_JOBS)
-    made.set_defaults(run=run_status)
-    made = subcommands.add_parser("cancel", help="end a job and forget it", description=_OF_JOBS)
-    made.add_argument("name")
-    made.set_defaults(run=run_cancel)
+    command.set_defaults(run=run_round)
+    command = subcommands.add_parser("status", help="list the jobs and what each is owed", description=_OF_JOBS)
+    command.set_defaults(run=run_status)
+    command = subcommands.add_parser("cancel", help="end a job and forget it", description=_OF_JOBS)
+    command.add_argument("name")
+    command.set_defaults(run=run_cancel)
 
 
 def run_submit(options: argparse.Namespace) -> None:

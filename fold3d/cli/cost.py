@@ -131,22 +131,22 @@ _LONGEST = 1e6
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser(
+    command = subcommands.add_parser(
         "cost", help="compare the cost of a training on several kinds of machine", description=__doc__
     )
-    model_option.add(made)
-    made.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on, such as 20e9")
-    made.add_argument(
+    model_option.add(command)
+    command.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on, such as 20e9")
+    command.add_argument(
         "--devices", required=True, metavar="KIND:COUNT,..", help="devices to compare, such as a100-80:8,h100:16"
     )
-    made.add_argument(
+    command.add_argument(
         "--prices", required=True, metavar="FILE", help="CSV file with a machine per line; see docs/cost.md"
     )
-    made.add_argument("--deadline", metavar="TIME", help="time limit, such as 48h, 90m, 3d; default: none")
-    made.add_argument(
+    command.add_argument("--deadline", metavar="TIME", help="time limit, such as 48h, 90m, 3d; default: none")
+    command.add_argument(
         "--rates", metavar="FILE", help="rates.json of an earlier run; measured rates replace predictions"
     )
-    plan = made.add_argument_group("what is planned for")
+    plan = command.add_argument_group("what is planned for")
     integer = partial(plan.add_argument, type=int)
     integer("--global-samples", default=64, metavar="N", help="samples per step; default 64")
     integer("--batch", default=1, metavar="N", help="samples per micro-batch; default 1")
@@ -154,12 +154,12 @@ def add(subcommands: Any) -> None:
     plan.add_argument(
         "--efficiency", type=float, default=0.4, help="share of a GPU's peak that layers reach; default 0.4"
     )
-    spot = made.add_argument_group("spot machines, where the prices have some")
+    spot = command.add_argument_group("spot machines, where the prices have some")
     hours = partial(spot.add_argument, type=float, metavar="HOURS")
     hours("--spot-up", default=8.0, help="mean time until a spot machine is lost; default 8")
     hours("--spot-down", default=2.0, help="mean time until another one is available; default 2")
     spot.add_argument("--restart", metavar="TIME", help="time lost at each start; default: from --rates, else 6m")
-    out = made.add_argument_group("output")
+    out = command.add_argument_group("output")
     out.add_argument("--format", choices=_FORMATS, default="table", help="output format; default table")
     out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     out.add_argument(
@@ -170,7 +170,7 @@ def add(subcommands: Any) -> None:
     out.add_argument(
         "--output", metavar="FOLDER", help="output_dir of the training, for sbatch and skypilot; default out"
     )
-    made.set_defaults(run=run)
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

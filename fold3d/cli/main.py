@@ -44,13 +44,13 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     Args:
         words: of the command line, if they are known: what takes long to list is then listed only if it is asked for.
     """
-    made = Parser(prog="fold3d", description=__doc__)
-    made.add_argument("--version", action="version", version=f"fold3d {__version__}")
-    subcommands = made.add_subparsers(metavar="COMMAND", required=True)
+    command = Parser(prog="fold3d", description=__doc__)
+    command.add_argument("--version", action="version", version=f"fold3d {__version__}")
+    subcommands = command.add_subparsers(metavar="COMMAND", required=True)
     for module in (schedules, simulate, trace, doctor, launch, cluster, cost):
         module.add(subcommands)
     plan.add(subcommands, knobs=words is None or "plan" in words)
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

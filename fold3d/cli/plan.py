@@ -41,12 +41,12 @@ _OF_COST = 1e9
 
 def add(subcommands: Any, *, knobs: bool) -> None:
     """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
-    made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
-    model_option.add(made)
-    integer = partial(made.add_argument, type=int)
+    command = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
+    model_option.add(command)
+    integer = partial(command.add_argument, type=int)
     integer("-w", "--world-size", metavar="N", help="number of processes, one per device")
-    made.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
-    made.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
+    command.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
+    command.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
     integer("-m", "--micro-batches", metavar="M", help="micro-batches per step and replica; default 8; not with auto")
     integer("--global-micro-batches", metavar="M", help="micro-batches per step of all replicas; with auto")
     integer(
@@ -65,28 +65,28 @@ def add(subcommands: Any, *, knobs: bool) -> None:
         metavar="N",
         help=f"tokens per sample, for models with input_ids; default: the model's maximum, at most {_MOST_TOKENS}",
     )
-    made.add_argument(
+    command.add_argument(
         "--dtype", choices=cluster_option.DTYPES, help="dtype of weights and activations; default: the configuration's"
     )
-    made.add_argument(
+    command.add_argument(
         "--no-flush",
         action="store_true",
         help="do not drain the pipeline between steps (2BW); needs --gradient-delay 1, schedule 1f1b, one segment",
     )
-    made.add_argument(
+    command.add_argument(
         "--delay-correction",
         choices=DELAY_CORRECTIONS,
         default="none",
         help="correction for --gradient-delay 1; default none",
     )
-    made.add_argument("--memory-limit", metavar="SIZE", help="memory limit per process, such as 24GB; default: none")
-    made.add_argument(
+    command.add_argument("--memory-limit", metavar="SIZE", help="memory limit per process, such as 24GB; default: none")
+    command.add_argument(
         "--strategy",
         metavar="TEXT",
         help="text that an earlier plan printed behind 'strategy: ', or a file with it; predicts what it costs here",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    costs = made.add_argument_group("cluster")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    costs = command.add_argument_group("cluster")
     number = partial(costs.add_argument, type=float)
     number("--tflops", metavar="T", help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak")
     costs.add_argument(
@@ -97,12 +97,12 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     number("--copy-bandwidth", metavar="GB", help="GB/s between device and host memory, each way; default 25")
     cluster_option.add(costs)
     cluster_option.add_tp_link(costs)
-    made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
-    made.set_defaults(run=run)
+    command.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
+    command.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
 
-        fixed = made.add_argument_group("settings to fix; the planner chooses the others")
+        fixed = command.add_argument_group("settings to fix; the planner chooses the others")
         for knob in KNOBS:
             names = {f"--{knob.name.replace('_', '-')}": None, f"--{knob.name}": None}  # as here, and as in the Trainer
             fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)

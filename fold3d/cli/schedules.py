@@ -25,39 +25,39 @@ def picture(text: str) -> str:
 
 def add(subcommands: Any) -> None:
     """Adds the subcommands to the parser."""
-    made = subcommands.add_parser(
+    command = subcommands.add_parser(
         "draw",
         help="draw a schedule as text or a picture",
         description="`fold3d draw`: a schedule as text or a picture.",
     )
-    add_schedule(made)
-    made.add_argument(
+    add_schedule(command)
+    command.add_argument(
         "--recompute",
         metavar="CHUNKS",
         help="chunks to recompute: full, or one word per chunk, such as full/none; needs --comm",
     )
-    made.add_argument(
+    command.add_argument(
         *("--picture", "--png"),
         dest="picture",
         type=picture,
         metavar="FILE",
         help="write a picture instead of text: .png, .svg or .pdf",
     )
-    made.add_argument("--comm", action="store_true", help="also show SEND, RECV and REDUCE_GRAD, as ranks run them")
-    made.set_defaults(run=run_draw)
-    made = subcommands.add_parser(
+    command.add_argument("--comm", action="store_true", help="also show SEND, RECV and REDUCE_GRAD, as ranks run them")
+    command.set_defaults(run=run_draw)
+    command = subcommands.add_parser(
         "schedules", help="list the schedules", description="`fold3d schedules`: what schedules there are."
     )
-    made.set_defaults(run=run_schedules)
-    made = subcommands.add_parser(
+    command.set_defaults(run=run_schedules)
+    command = subcommands.add_parser(
         "validate",
         help="check a schedule in a CSV file",
         description="`fold3d validate`: proves a schedule in a CSV file complete, ordered and free of deadlock.",
     )
-    made.add_argument(
+    command.add_argument(
         "file", metavar="FILE.csv", help="the schedule: a line per rank, cells such as 2F0; SEND and RECV are optional"
     )
-    made.set_defaults(run=run_validate)
+    command.set_defaults(run=run_validate)
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -27,9 +27,9 @@ _MOST = 1e9
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
-    add_schedule(made)
-    work = made.add_argument_group("work of one stage, all its segments together")
+    command = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
+    add_schedule(command)
+    work = command.add_argument_group("work of one stage, all its segments together")
     of_work = partial(work.add_argument, type=float)
     of_work("--forward", default=10.0, metavar="MS", help="forward time of a micro-batch; default 10")
     of_work("--backward", metavar="MS", help="backward time of a micro-batch; default 2 x --forward")
@@ -49,7 +49,7 @@ def add(subcommands: Any) -> None:
         default=1,
         help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
-    cluster = made.add_argument_group("cluster")
+    cluster = command.add_argument_group("cluster")
     of_cluster = partial(cluster.add_argument, type=float)
     cluster_option.add_tp_link(cluster)
     cluster.add_argument(
@@ -68,49 +68,49 @@ def add(subcommands: Any) -> None:
     cluster.add_argument(
         "--no-preempt", action="store_true", help="do not pause DP.sync: PP.sync waits for whole buckets"
     )
-    made.add_argument(
+    command.add_argument(
         "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden; default zero1"
     )
-    made.add_argument(
+    command.add_argument(
         "--dp-sync-dtype",
         choices=DP_SYNC_DTYPES,
         default="float32",
         help="dtype in which gradients are sent; default float32",
     )
-    made.add_argument(
+    command.add_argument(
         "--gradient-delay",
         type=int,
         choices=(0, 1),
         default=0,
         help="1: apply gradients one step later, so that DP.sync has a full step; default 0",
     )
-    made.add_argument(
+    command.add_argument(
         "--no-flush",
         action="store_true",
         help="do not drain the pipeline between steps (PipeDream-2BW); with 1f1b and --gradient-delay 1",
     )
-    made.add_argument(
+    command.add_argument(
         "--bucket", type=float, metavar="MB", help="least gradients per bucket; default: one bucket per layer"
     )
-    made.add_argument(
+    command.add_argument(
         "--recompute", metavar="CHUNKS", help="chunks to recompute: full, or one word per chunk, such as full/none"
     )
-    made.add_argument(
+    command.add_argument(
         "--offload",
         default="none",
         metavar="WHAT",
         help="activations to offload, with --saved: boundaries (inputs of recomputed chunks), activations (all), or "
         "activations:50%% (of half of the micro-batches)",
     )
-    made.add_argument(
+    command.add_argument(
         *("--picture", "--png"),
         dest="picture",
         type=picture,
         metavar="FILE",
         help="draw the step's timeline: .png, .svg or .pdf",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    made.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
-    model_option.add(made)
-    made.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
-    made.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
-    made.add_argument(
+    command = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
+    model_option.add(command)
+    command.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
+    command.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
+    command.add_argument(
         "-t", "--tp", type=int, help="tensor-parallel ranks; also prints how each weight is divided, and why"
     )
-    made.add_argument(
+    command.add_argument(
         "--tp-plan", metavar="JSON", help='overrides for modules, such as {"mlp.gate": "replicate"}; with --tp'
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    made.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

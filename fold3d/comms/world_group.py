@@ -138,7 +138,7 @@ class WorldGroup:
 
 
 def _number(rank: int) -> int:
-    """Returns how manieth group this is that the rank makes in this job: the same on all, who make the same calls."""
+    """Returns the number of this group among those of the job, counted by this rank: all ranks make the same groups."""
     number: int = dist.distributed_c10d._get_default_store().add(f"fold3d/groups of {rank}", 1)
     return number
 

@@ -43,7 +43,7 @@ FIRST_STEPS = 3
 EVERY = 50
 """Steps between looks at whether the times are still what the plan was made for; between the first ones fewer."""
 SAMPLE = 10
-"""Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
+"""Of so many steps between looks one is examined; of the others the length is enough."""
 DRIFT = 0.1
 """By which part steps may differ from the prediction, or from what they took at the last look, before there is another
 look."""
