@@ -51,7 +51,7 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
     groups = Groups(topology, torch.device("cpu"), TIMEOUT, [], with_p2p=False)
     stack.callback(groups.close)
     if over_tcp:
-        return stack.enter_context(tcp_messages(topology, groups, TIMEOUT))
+        return stack.enter_context(tcp_messages(groups, TIMEOUT))
     group, first = dist.new_group(), topology.pp_rank == 0
 
     def pass_on(size: int) -> None:

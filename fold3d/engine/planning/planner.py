@@ -492,18 +492,15 @@ def probing(topology: Topology, world: WorldGroup, training: Training, *, with_p
 def links_of(groups: Groups, training: Training, activation_bytes: int) -> NetworkCosts:
     """Returns what `probe_network` measures of the groups; all ranks of the job call."""
     config, device = training.config, training.device
-    return probe_network(
-        *(groups.topology, groups, device, config.timeout_seconds),
-        over_tcp=uses_tcp(config.transport, device),
-        activation_bytes=activation_bytes,
-    )
+    over_tcp = uses_tcp(config.transport, device)
+    return probe_network(groups, config.timeout_seconds, over_tcp=over_tcp, activation_bytes=activation_bytes)
 
 
 def shard_link(groups: Groups, training: Training, size: int) -> ShardLink:
     """Returns what `probe_shards` measures of the groups, with sums of `size` bytes; all ranks of the job call."""
     config, device = training.config, training.device
     over_tcp = uses_tcp(config.transport, device)
-    return probe_shards(groups.topology, groups, device, config.timeout_seconds, over_tcp=over_tcp, size=size)
+    return probe_shards(groups, config.timeout_seconds, over_tcp=over_tcp, size=size)
 
 
 def _network(profile: Profile, world: WorldGroup, training: Training) -> NetworkCosts:

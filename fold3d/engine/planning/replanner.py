@@ -379,9 +379,7 @@ class Replanner:
             links = self._planned_job.network
         else:
             links = probe_network(
-                self._topology,
                 self._groups,
-                self._device,
                 self._config.timeout_seconds,
                 over_tcp=uses_tcp(self._config.transport, self._device),
                 activation_bytes=max(self._activation_bytes.values(), default=0),
