@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.consistency import all_or_none
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity
 from fold3d.comms.world_group import WorldGroup
@@ -202,20 +202,19 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
 
 def _recorded(asked: Asked, group: WorldGroup) -> Trace | None:
     """Returns the recording; None where the model cannot be recorded and need not be cut."""
-    config, error, found = asked.config, None, None
+    config, found = asked.config, None
+    chunks = (config.pp or group.topology.world) * (config.given_segments or 1)
     group.progress.turn_to("recording the model")
-    try:
-        chunks = (config.pp or group.topology.world) * (config.given_segments or 1)
-        found = trace(
-            asked.model, blocks=config.blocks, partition=config.partition, example=asked.example, chunks=chunks
-        )
-    except TraceError as own:
-        named = config.blocks != AUTO or config.partition != BLOCKS
-        if named or (config.pp or 1) * (config.tp or 1) > 1 or config.given_segments not in (1, None):
-            error = own
-        else:
-            logger.info("the model stays in one piece: %s", own)
-    agree(group, 0, error)
+    with all_or_none(group):
+        try:
+            found = trace(
+                asked.model, blocks=config.blocks, partition=config.partition, example=asked.example, chunks=chunks
+            )
+        except TraceError as error:
+            named = config.blocks != AUTO or config.partition != BLOCKS
+            if named or (config.pp or 1) * (config.tp or 1) > 1 or config.given_segments not in (1, None):
+                raise
+            logger.info("the model stays in one piece: %s", error)
     everywhere = group.decide(found is not None, all, timeout=group.patience)
     return found if everywhere else None
 
@@ -263,20 +262,13 @@ def _per_host(hosts: Sequence[str]) -> int:
 
 def _measured(asked: Asked, recording: Trace, group: WorldGroup) -> tuple[Profile, Profile | None]:
     """Returns what the largest micro-batch costs, and what one sample does, the same on every rank."""
-    error: Exception | None = None
-    most = asked.most_samples
-    measured: list[Profile | None] = [None, None]
+    most, one = asked.most_samples, None
     group.progress.turn_to("measuring layers")
-    try:
-        one_alone = asked.divides and most > 1
-        examples = [asked.example, part_of(asked.example, 0, 1, most) if one_alone else None]
-        measured = [
-            None if example is None else profile_of(asked, recording, example, seconds=_SECONDS) for example in examples
-        ]
-    except Exception as own:  # whatever the model raises
-        error = own
-    agree(group, 0, error)
-    profile, one = (agreed_profile(group, recording, each, every=True) for each in measured)
+    with all_or_none(group):  # whatever the model raises
+        profile: Profile | None = profile_of(asked, recording, asked.example, seconds=_SECONDS)
+        if asked.divides and most > 1:
+            one = profile_of(asked, recording, part_of(asked.example, 0, 1, most), seconds=_SECONDS)
+    profile, one = (agreed_profile(group, recording, each, every=True) for each in (profile, one))
     assert profile is not None, "measured on all ranks"
     return profile, one
 
