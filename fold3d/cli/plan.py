@@ -316,13 +316,12 @@ def _planned(options: argparse.Namespace, constraints: Constraints, known: Model
     from fold3d.plan.space.mesh import Mesh, search_meshes
     from fold3d.trace.shadow import shared_shadows
 
-    fixed = options.tp is not None and options.pp is not None
-    if fixed:
-        _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+    replicas = _replicas(options)
     with shared_shadows():  # of the model, which is the same for all meshes
         layers = _Layers(options, known)
-        if fixed:
-            mesh = _mesh(options)
+        if replicas is not None:
+            count = _config(options, options.tp, options.pp).micro_batches
+            mesh = Mesh(tp=options.tp, pp=options.pp, dp=replicas, micro_batches=count)
             job = layers.job(mesh)
             proposal = decide(job, constraints, lambda: True, progress=_Teller([mesh]))
             return _Planned(job=job, proposal=proposal, layers=layers, options=options)
@@ -368,20 +367,23 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Plann
 
     Raises: ConfigError when no size divides the samples.
     """
-    from fold3d.plan.micro_batch_size import search_sizes
+    from fold3d.plan.micro_batch_size import search_sizes, sizes_of
 
     planned: dict[int, _Planned] = {}
+    replicas = _replicas(options)
+    samples, rest = divmod(options.global_samples, replicas or 1)
+    if rest or not samples:
+        raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas or 1} replicas")
 
     def plan(size: int) -> tuple[Job, Proposal]:
-        if options.tp is None or options.pp is None:
+        if replicas is None:
             count = {"global_micro_batches": options.global_samples // size}
         else:
-            dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-            count = {"micro_batches": options.global_samples // (size * dp)}
+            count = {"micro_batches": options.global_samples // (size * replicas)}
         one = planned[size] = _planned(argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints)
         return one.job, one.proposal
 
-    found = search_sizes(_sizes(options), plan)
+    found = search_sizes(sizes_of(samples, _MOST_SAMPLES), plan)
     lines = ["samples of a micro-batch  predicted step"]
     for one in found:
         needs = f"{text_of_bytes(one.proposal.memory_bytes)} on the fullest rank" + (
@@ -391,19 +393,6 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Plann
         lines.append(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
     best = planned[found[0].size]
     return replace(best, tables=[*lines, *best.tables])
-
-
-def _sizes(options: argparse.Namespace) -> list[int]:
-    """Returns the numbers of samples to try of a micro-batch, the largest first: they divide what a replica gets."""
-    from fold3d.plan.micro_batch_size import sizes_of
-
-    replicas = 1
-    if options.tp is not None and options.pp is not None:
-        replicas = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    samples, rest = divmod(options.global_samples, replicas)
-    if rest or not samples:
-        raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas} replicas")
-    return sizes_of(samples, _MOST_SAMPLES)
 
 
 def _given(options: argparse.Namespace) -> Strategy:
@@ -482,12 +471,11 @@ def _config(options: argparse.Namespace, tp: int, pp: int, micro_batches: int | 
     )
 
 
-def _mesh(options: argparse.Namespace) -> Mesh:
-    from fold3d.plan.space.mesh import Mesh
-
-    config = _config(options, options.tp, options.pp)
-    dp = config.resolve_dp(options.world_size)
-    return Mesh(tp=options.tp, pp=options.pp, dp=dp, micro_batches=config.micro_batches)
+def _replicas(options: argparse.Namespace) -> int | None:
+    """Returns how many replicas there are; None where the mesh is open. Raises: ConfigError for one that cannot be."""
+    if options.tp is None or options.pp is None:
+        return None
+    return _config(options, options.tp, options.pp).resolve_dp(options.world_size)
 
 
 def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
