@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fold3d.checkpoint.regions import Entry, Region, box_of, spread_over, windows, write_box
+from fold3d.checkpoint.regions import Box, Entry, box_of, spread_over, windows, write_box
 from fold3d.comms.tree_group import as_bytes
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
@@ -105,8 +105,8 @@ class Files(Protocol[Key]):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[Key]):
-    """What one rank brings of one tensor: a `Region` without its values."""
+class WriteItem(Generic[Key]):
+    """What one rank brings of one tensor: a `Box` without its values."""
 
     key: Key
     entry: Entry
@@ -114,7 +114,7 @@ class Piece(Generic[Key]):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, region: Region[Key]) -> Piece[Key]:
+    def of(cls, region: Box[Key]) -> WriteItem[Key]:
         """Returns the piece that describes `region`."""
         data = region.data
         return cls(region.key, Entry(data.dtype, tuple(region.whole)), tuple(region.starts), tuple(data.shape))
@@ -136,7 +136,7 @@ class Delivery:
         self._files: list[Files[Any]] = []
 
     def to_files(
-        self, everywhere: Sequence[Region[Key]], note: Any, files: Files[Key], own: Sequence[Region[Key]] = ()
+        self, everywhere: Sequence[Box[Key]], note: Any, files: Files[Key], own: Sequence[Box[Key]] = ()
     ) -> None:
         """Brings regions, and a note that pickles, of every rank into `files`.
 
@@ -150,8 +150,8 @@ class Delivery:
         replicas, replica = (topology.dp, topology.dp_rank) if self._is_shared else (1, topology.dp_rank)
         regions = [*spread_over(everywhere, replicas, replica), *own]
         self._files.append(files)
-        shares = self._world.gather(([Piece.of(region) for region in regions], note), timeout=self._patience)
-        made: tuple[dict[Key, Location], list[list[Piece[Key]]]] | None = None
+        shares = self._world.gather(([WriteItem.of(region) for region in regions], note), timeout=self._patience)
+        made: tuple[dict[Key, Location], list[list[WriteItem[Key]]]] | None = None
         error: Exception | None = None
         if shares is not None:
             try:
@@ -180,7 +180,7 @@ class Delivery:
             return
         write_all(files.folder, [(locations[region.key], region) for region in regions])
 
-    def to_rank_0(self, regions: Sequence[Region[Key]]) -> dict[Key, Tensor]:
+    def to_rank_0(self, regions: Sequence[Box[Key]]) -> dict[Key, Tensor]:
         """Returns the whole tensors in host memory on rank 0, nothing elsewhere: for formats that need all at once.
 
         Args:
@@ -188,11 +188,11 @@ class Delivery:
         Raises: as `to_files`.
         """
         regions = spread_over(regions, 1, self._world.topology.dp_rank)
-        shares = self._world.gather([Piece.of(region) for region in regions], timeout=self._patience)
-        pieces: list[list[Piece[Key]]] = self._world.share(shares, timeout=self._patience)
+        shares = self._world.gather([WriteItem.of(region) for region in regions], timeout=self._patience)
+        pieces: list[list[WriteItem[Key]]] = self._world.share(shares, timeout=self._patience)
         whole: dict[Key, Tensor] = {}
 
-        def put(piece: Piece[Key], starts: Sequence[int], data: Tensor) -> None:
+        def put(piece: WriteItem[Key], starts: Sequence[int], data: Tensor) -> None:
             if piece.key not in whole:
                 whole[piece.key] = torch.empty(piece.entry.shape, dtype=piece.entry.dtype)
             box_of(whole[piece.key], starts, data.shape).copy_(data)
@@ -201,7 +201,7 @@ class Delivery:
         whole_entries(pieces)  # on all ranks alike
         return whole
 
-    def _gather(self, regions: Sequence[Region[Key]], pieces: Sequence[Sequence[Piece[Key]]], put: Any) -> None:
+    def _gather(self, regions: Sequence[Box[Key]], pieces: Sequence[Sequence[WriteItem[Key]]], put: Any) -> None:
         """Calls `put(piece, starts, data)` on rank 0 with all that the ranks have, a window after the other."""
         relay, rank = Relay(self._world, self._patience), self._world.topology.rank
         error: Exception | None = None
@@ -261,14 +261,14 @@ class Writer:
                 os.close(descriptor)
 
 
-def write_all(folder: Path, writes: Iterable[tuple[Location, Region[Any]]]) -> None:
+def write_all(folder: Path, writes: Iterable[tuple[Location, Box[Any]]]) -> None:
     """Writes regions into files of a folder, and waits until they are on disk. Raises: OSError."""
     with Writer(folder) as writer:
         for location, region in writes:
             writer.write(location, region.whole, region.starts, region.data)
 
 
-def whole_entries(pieces: Sequence[Sequence[Piece[Key]]]) -> dict[Key, Entry]:
+def whole_entries(pieces: Sequence[Sequence[WriteItem[Key]]]) -> dict[Key, Entry]:
     """Returns dtype and shape of every tensor that the pieces of all ranks make up.
 
     Raises: CheckpointError unless they make up whole tensors.

@@ -16,7 +16,7 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.cluster.policies import Policy
-    from fold3d.cluster.simulate import Report
+    from fold3d.cluster.simulate import SimulationReport
     from fold3d.cluster.workload import Arrival, Workload
 
 
@@ -117,11 +117,11 @@ _HEADER = (
 )
 
 
-def _row(label: str, reports: list[Report]) -> tuple[str, ...]:
+def _row(label: str, reports: list[SimulationReport]) -> tuple[str, ...]:
     def over(value: Any) -> float:
         return mean(float(value(report)) for report in reports)
 
-    def hours(report: Report) -> list[float]:
+    def hours(report: SimulationReport) -> list[float]:
         return [job.seconds / 3600.0 for job in report.jobs]
 
     slow = over(lambda one: quantiles(hours(one), n=10)[-1] if len(one.jobs) > 1 else hours(one)[0])

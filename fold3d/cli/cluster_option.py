@@ -82,7 +82,7 @@ def settle(options: argparse.Namespace) -> None:
 
     Raises: ConfigError for what makes no sense, or contradicts each other.
     """
-    from fold3d.plan.job import Hosts, Link
+    from fold3d.plan.job import HostLink, Hosts
 
     if options.cluster is not None:
         for name, value in _of_file(options.cluster).items():
@@ -133,7 +133,9 @@ def settle(options: argparse.Namespace) -> None:
         inside = _link("--within", options.within) if options.within is not None else None
         fast = device.within if device is not None else (options.tp_bandwidth or 100.0) * 1e9 / 8
         inside = inside or (fast, (options.tp_latency or 10.0) / 1e6)
-        options.placement = Hosts(per_host=options.ranks_per_host, between=Link(rate, time), within=Link(*inside))
+        options.placement = Hosts(
+            per_host=options.ranks_per_host, between=HostLink(rate, time), within=HostLink(*inside)
+        )
 
 
 def words_of(options: argparse.Namespace) -> str:

@@ -20,10 +20,10 @@ from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fold3d.cluster.cost import Offer, Plan, Terms
+    from fold3d.cluster.cost import MachinePlan, Offer, Terms
     from fold3d.cluster.devices import Machine
     from fold3d.cluster.rates import Measured
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import TrainingJob
     from fold3d.plan.search import Found
     from fold3d.plan.space.mesh import Mesh, Tried
 
@@ -64,16 +64,16 @@ class MachinePlans:
         """Of a step."""
         self.said = f"{model_option.describe(model)}; {options.global_samples} samples of {length} tokens a step"
 
-    def of(self, machine: Machine) -> Plan:
+    def of(self, machine: Machine) -> MachinePlan:
         """Returns the fastest plan; with a reason in place of one where there is none."""
-        from fold3d.cluster.cost import Plan
+        from fold3d.cluster.cost import MachinePlan
         from fold3d.config import text_of_bytes
         from fold3d.plan.layout import places
         from fold3d.plan.search import decide_jobs
         from fold3d.plan.space.mesh import meshes, search_meshes
         from fold3d.plan.strategy import Constraints
 
-        def decided(jobs: list[Job]) -> list[Found]:
+        def decided(jobs: list[TrainingJob]) -> list[Found]:
             return decide_jobs(jobs, Constraints(), lambda: True)
 
         try:
@@ -86,13 +86,13 @@ class MachinePlans:
                 most_stages=len(places(self._layers.trace)),
             )
         except ConfigError as error:
-            return Plan(machine=machine, rate=0.0, reason=str(error))
+            return MachinePlan(machine=machine, rate=0.0, reason=str(error))
         best: Tried[Mesh] = search_meshes(candidates, lambda mesh: self._job(mesh, machine), decided)[0]
         if best.found is None or best.reason:
             needs = f": at least {text_of_bytes(best.found.memory_bytes)} a GPU" if best.found else ""
-            return Plan(machine=machine, rate=0.0, reason=f"{best.reason.splitlines()[0]}{needs}")
+            return MachinePlan(machine=machine, rate=0.0, reason=f"{best.reason.splitlines()[0]}{needs}")
         proposal, mesh = best.found.proposal(), best.mesh
-        return Plan(
+        return MachinePlan(
             machine=machine,
             rate=1e3 * self.tokens / proposal.step_ms,
             layout=f"dp={mesh.dp} tp={mesh.tp} pp={mesh.pp}",
@@ -108,14 +108,14 @@ class MachinePlans:
         samples = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {steps}"
         return f"{sizes} {samples} {flags_of(strategy)}"
 
-    def _job(self, mesh: Mesh, machine: Machine) -> Job:
+    def _job(self, mesh: Mesh, machine: Machine) -> TrainingJob:
         """Raises: ConfigError for a mesh that the model cannot have."""
-        from fold3d.plan.job import Hosts, Link
+        from fold3d.plan.job import HostLink, Hosts
 
         hosts = Hosts(
             per_host=machine.gpus,
-            between=Link((machine.network_gbit or machine.within_gbit) * 1e9 / 8, _LATENCY_BETWEEN),
-            within=Link(machine.within_gbit * 1e9 / 8, _LATENCY_WITHIN),
+            between=HostLink((machine.network_gbit or machine.within_gbit) * 1e9 / 8, _LATENCY_BETWEEN),
+            within=HostLink(machine.within_gbit * 1e9 / 8, _LATENCY_WITHIN),
         )
         flops, memory = machine.tflops * 1e12 * self._options.efficiency, int(machine.memory_gb * 1e9 * _FREE)
         return self._layers.job(mesh, flops, hosts, memory_limit=memory)
@@ -262,7 +262,7 @@ def _hours(name: str, text: str) -> float:
     return hours
 
 
-def _table(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> list[str]:
+def _table(found: Sequence[Offer], plans: Sequence[MachinePlan], terms: Terms) -> list[str]:
     """Returns the lines: a row for each machine, who runs on none, and what is cheapest."""
     names = list(dict.fromkeys(name for one in found for name in one.mixed))
     head = ("devices", "plan", "tokens/s", "", "GB", "an hour", "10^9 tokens", "hours", "at worst", "on demand")
@@ -301,7 +301,7 @@ def _verdict(first: Offer, terms: Terms) -> str:
     return f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"
 
 
-def _as_json(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> dict[str, Any]:
+def _as_json(found: Sequence[Offer], plans: Sequence[MachinePlan], terms: Terms) -> dict[str, Any]:
     rows = [
         {
             "devices": one.plan.machine.name,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fold3d.config import Partition
     from fold3d.plan.costs import Profile
-    from fold3d.plan.job import Hosts, Job
+    from fold3d.plan.job import Hosts, TrainingJob
     from fold3d.plan.space.mesh import Mesh
 
 
@@ -198,14 +198,16 @@ class ModelLayers:
             raise found
         return found if self._measure else _scaled(found, _FLOPS / flops)
 
-    def job(self, mesh: Mesh, flops: float, hosts: Hosts, *, sequence_parallel: bool = False, **more: Any) -> Job:
+    def job(
+        self, mesh: Mesh, flops: float, hosts: Hosts, *, sequence_parallel: bool = False, **more: Any
+    ) -> TrainingJob:
         """Returns what the planner is told of a mesh on hosts with GPUs. Raises: ConfigError as `profile`.
 
         Args:
             more: of Job.
         """
         from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS
-        from fold3d.plan.job import Job
+        from fold3d.plan.job import TrainingJob
 
         values: dict[str, Any] = {
             "network": hosts.network(mesh.dp * mesh.tp * mesh.pp, mesh.tp),
@@ -216,7 +218,7 @@ class ModelLayers:
             "action_seconds": ACTION_SECONDS,
             "bucket_seconds": BUCKET_SECONDS,
         }
-        return Job(
+        return TrainingJob(
             trace=self.trace.under(mesh.tp),
             profile=self.profile(flops, mesh.tp, sequence_parallel=sequence_parallel),
             dp=mesh.dp,

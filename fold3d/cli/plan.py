@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fold3d.cli.model_option import ModelLayers
     from fold3d.plan.costs import Profile
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import TrainingJob
     from fold3d.plan.proposal import Proposal
     from fold3d.plan.search import Found, PlanProgress
     from fold3d.plan.space.mesh import Mesh, Tried
@@ -238,7 +238,7 @@ class _Speed:
 class _Planned:
     """What the planner was told and says, of the best mesh."""
 
-    job: Job
+    job: TrainingJob
     proposal: Proposal
     layers: _Layers
     options: argparse.Namespace
@@ -293,7 +293,7 @@ def _exposed_ms(proposal: Proposal) -> float:
     return max(one.exposed_tp_ms + one.exposed_pp_ms + one.exposed_dp_ms for one in proposal.prediction.ranks)
 
 
-def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, whole: Profile) -> list[str]:
+def _against_rivals(options: argparse.Namespace, job: TrainingJob, proposal: Proposal, whole: Profile) -> list[str]:
     """Returns how the plan compares with data parallelism of the whole model, a line each."""
     count, per_host = options.world_size, options.ranks_per_host
     if per_host is not None and 1 < count <= per_host:
@@ -326,7 +326,7 @@ def _planned(options: argparse.Namespace, constraints: Constraints, known: Model
             proposal = decide(job, constraints, lambda: True, progress=_Teller([mesh]))
             return _Planned(job=job, proposal=proposal, layers=layers, options=options)
 
-        def decided(jobs: list[Job]) -> list[Found]:
+        def decided(jobs: list[TrainingJob]) -> list[Found]:
             told = [Mesh(tp=job.tp, pp=job.pp, dp=job.dp, micro_batches=job.micro_batches) for job in jobs]
             return decide_jobs(jobs, constraints, lambda: True, progress=_Teller(told))
 
@@ -375,7 +375,7 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Plann
     if rest or not samples:
         raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas or 1} replicas")
 
-    def plan(size: int) -> tuple[Job, Proposal]:
+    def plan(size: int) -> tuple[TrainingJob, Proposal]:
         if replicas is None:
             count = {"global_micro_batches": options.global_samples // size}
         else:
@@ -528,9 +528,9 @@ class _Layers:
         """For another cluster."""
         return self._layers
 
-    def job(self, mesh: Mesh) -> Job:
+    def job(self, mesh: Mesh) -> TrainingJob:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
-        from fold3d.plan.job import Hosts, Link
+        from fold3d.plan.job import HostLink, Hosts
         from fold3d.schedule import style_of
 
         options = self._options
@@ -539,7 +539,7 @@ class _Layers:
         hosts = options.placement
         if hosts is None:  # links are said per process
             latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
-            hosts = Hosts(per_host=1, between=Link(bandwidth, latency), within=Link(bandwidth, latency))
+            hosts = Hosts(per_host=1, between=HostLink(bandwidth, latency), within=HostLink(bandwidth, latency))
             more = {"network": replace(hosts.network(options.world_size, 1), **self._link)}
         return self._layers.job(
             mesh,

@@ -12,12 +12,12 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.plan.costs import Profile
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import TrainingJob
 
 PLANNERS = ("pipedream", "2bw", "ptd-p")
 
 
-def lines(planner: str, options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def lines(planner: str, options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     """Returns what a planner chooses for the job's processes, a line each.
 
     Args:
@@ -38,16 +38,16 @@ def _per_host(options: argparse.Namespace) -> int:
     return int(min(per_host, options.world_size))
 
 
-def _samples(options: argparse.Namespace, job: Job) -> tuple[int, int]:
+def _samples(options: argparse.Namespace, job: TrainingJob) -> tuple[int, int]:
     """Returns the samples of a micro-batch, and of a step."""
     micro_batches = job.dp * job.micro_batches
     size = options.batch or (1 if options.global_samples is None else options.global_samples // micro_batches)
     return size, size * micro_batches
 
 
-def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _pipedream(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.placement.layers import chunk_layers
-    from fold3d.rivals import COSTS, Level, Row, pipedream
+    from fold3d.rivals import COSTS, LayerRow, Level, pipedream
 
     blocks = len(job.trace.blocks)
     weights = [0] * blocks
@@ -57,7 +57,7 @@ def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[st
     seconds = [forward + backward for forward, backward in zip(whole.forward, whole.backward, strict=True)]
     seconds[1] += seconds[0]
     seconds[-2] += seconds[-1]
-    row = Row(
+    row = LayerRow(
         names=tuple(job.trace.blocks),
         seconds=tuple(seconds[1:-1]),
         sent_bytes=tuple(map(float, whole.activation_bytes)),
@@ -79,7 +79,7 @@ def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[st
     return found
 
 
-def _two_bw(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _two_bw(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.rivals import EqualBlocks, two_bw
 
     size, batch = _samples(options, job)
@@ -110,7 +110,7 @@ def _two_bw(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
     ]
 
 
-def _ptd_p(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _ptd_p(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.rivals import Transformer, ptd_p
 
     config = getattr(model_option.load(options)[0], "config", None)

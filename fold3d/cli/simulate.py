@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
     from fold3d import schedule as schedules
     from fold3d.offload import Offload
-    from fold3d.plan.cluster_model import Cluster, Work
+    from fold3d.plan.cluster_model import ClusterCosts, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
     from fold3d.plan.memory import Spared, even_curves, even_stashes
     from fold3d.plan.simulator import predict
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
     saved = 0 if options.saved is None else round(options.saved * 1e6)
     if moves:
         work = replace(work, stash_bytes=even_stashes(work, schedule.pp, saved, again))
-    cluster = Cluster(
+    cluster = ClusterCosts(
         dp=options.dp,
         bandwidth=options.bandwidth * 1e9 / 8,
         latency=options.latency / 1e6,

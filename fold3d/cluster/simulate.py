@@ -54,7 +54,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class SimulationReport:
     """The result of a simulation."""
 
     jobs: tuple[Outcome, ...]
@@ -163,7 +163,7 @@ def simulate(
     rules: Rules | None = None,
     *,
     looked_at: range | None = None,
-) -> Report:
+) -> SimulationReport:
     """Returns the result of a policy for jobs that arrive over time, simulated round by round. Deterministic.
 
     Policies know the work left of each job, and its true rates. If an arrival has predicted rates, they know these,
@@ -196,7 +196,7 @@ class _Run:
     lost: float = 0.0
     history: list[tuple[float, Mapping[str, int], int]] = field(default_factory=list)
 
-    def report(self, looked_at: range) -> Report:
+    def report(self, looked_at: range) -> SimulationReport:
         wanted = {self.arrivals[number].name for number in looked_at}
         if not wanted:
             raise ConfigError(f"none of the {len(self.arrivals)} jobs is looked at")
@@ -223,7 +223,7 @@ class _Run:
         last = max(self.finished[name].finished for name in wanted)
         gpus = {kind.name: kind.gpus for kind in self.cluster.kinds}
         total = sum(self.busy.values())
-        return Report(
+        return SimulationReport(
             jobs=tuple(self.finished[self.arrivals[number].name] for number in looked_at),
             seconds=last,
             used={kind: self.busy.get(kind, 0.0) / (gpus[kind] * last) for kind in gpus},
@@ -326,7 +326,7 @@ _POINTS = 400
 """Of the curve of used GPUs: rounds are put together to so many at most."""
 
 
-def draw(reports: Mapping[str, Report], gpus: Mapping[str, int], path: Path) -> None:
+def draw(reports: Mapping[str, SimulationReport], gpus: Mapping[str, int], path: Path) -> None:
     """Draws a curve for each report to a file, PNG, SVG or PDF by its suffix.
 
     Args:

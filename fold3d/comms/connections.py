@@ -57,7 +57,7 @@ def connect_replicas(
     timeout: float,
     *,
     over_tcp: bool,
-    hosts: Hosts | None = None,
+    hosts: PeerHosts | None = None,
     makes_room: bool = True,
     clock: _C.StreamClock | None = None,
 ) -> _C.BucketSync:
@@ -106,7 +106,7 @@ def connect_shards(
     timeout: float,
     *,
     over_tcp: bool,
-    hosts: Hosts | None = None,
+    hosts: PeerHosts | None = None,
 ) -> _C.TensorSync:
     """Returns this rank's part in the TP.sync of its stage; all ranks of its tensor-parallel group call, two at least.
 
@@ -140,7 +140,7 @@ def connect_shards(
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class PeerHosts:
     """Where those are with whom this rank exchanges messages and gradients; numbers that only tell hosts apart."""
 
     stages: tuple[int, ...]
@@ -153,7 +153,7 @@ class Hosts:
     """Whether any replica of the job has stages on several hosts, whose messages take the cards."""
 
 
-def find_hosts(groups: Groups) -> Hosts:
+def find_hosts(groups: Groups) -> PeerHosts:
     """Returns who shares a host, and so a network card, with whom; all ranks of the job call."""
     host = host_identity()
 
@@ -164,7 +164,7 @@ def find_hosts(groups: Groups) -> Hosts:
     world = groups.world
     stages = numbers(world.pipeline)
     messages = world.topology.pp > 1 and world.decide(len(set(stages)) > 1, any)
-    return Hosts(stages=stages, replicas=numbers(world.data), shards=numbers(world.tensor), messages=messages)
+    return PeerHosts(stages=stages, replicas=numbers(world.data), shards=numbers(world.tensor), messages=messages)
 
 
 def spread_of_shards(world: WorldGroup) -> int:

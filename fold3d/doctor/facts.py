@@ -46,7 +46,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Gpu:
     """A GPU."""
 
     name: str
@@ -79,7 +79,7 @@ class Facts:
     """Of the job on this host."""
     memory: int
     available: int
-    devices: tuple[Device, ...]
+    devices: tuple[Gpu, ...]
     nvlinks: int | None
     """Pairs of GPUs that NVLink joins; None: nobody says."""
     has_nvidia: bool
@@ -189,11 +189,11 @@ def pcie_speed(speed: str, width: str) -> float | None:
     return lane * int(width) if lane and width.strip().isdecimal() and int(width) > 0 else None
 
 
-def _device(number: int) -> Device:
+def _device(number: int) -> Gpu:
     facts: Any = torch.cuda.get_device_properties(number)
     pci = str(pci_address(torch.device("cuda", number)))
     speed, width = (read_line(Path("/sys/bus/pci/devices") / pci / f"max_link_{what}") for what in ("speed", "width"))
-    return Device(facts.name, facts.total_memory, pcie_speed(speed, width))
+    return Gpu(facts.name, facts.total_memory, pcie_speed(speed, width))
 
 
 def _nccl() -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d.comms.connections import (
-    Hosts,
+    PeerHosts,
     connect_replicas,
     connect_shards,
     connect_stages,
@@ -117,7 +117,7 @@ class Links:
     over_tcp: bool
     """Whether messages and sums have connections of fold3d's own."""
     arbiter: _C.NicArbiter
-    hosts: Hosts
+    hosts: PeerHosts
     clock: _C.StreamClock
     makes_room: bool
     """Whether sums of gradients make room for messages."""

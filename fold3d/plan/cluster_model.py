@@ -110,7 +110,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class ClusterCosts:
     """Ranks, hosts and network."""
 
     dp: int
@@ -153,7 +153,7 @@ def kind_of(modes: Modes) -> str:
 
 def cluster_model(
     work: Work,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     pp: int,
     dp_sync: str = "zero1",

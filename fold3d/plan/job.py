@@ -10,7 +10,7 @@ from fold3d.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class HostLink:
     """Bandwidth and latency."""
 
     bandwidth: float
@@ -26,9 +26,9 @@ class Hosts:
 
     per_host: int
     """Ranks of a host."""
-    between: Link
+    between: HostLink
     """What a host has to the others, all its ranks together."""
-    within: Link
+    within: HostLink
     """What a rank has to the others of its host."""
     toll: float = 0.0
     """As `NetworkCosts.toll`."""
@@ -38,7 +38,7 @@ class Hosts:
         sharing = min(tp, self.per_host)  # the ranks of a group send at the same time
         link = self.between if world > self.per_host else self.within
         bandwidth = link.bandwidth / sharing if world > self.per_host else link.bandwidth
-        group = self.within if tp <= self.per_host else Link(bandwidth, self.between.latency)
+        group = self.within if tp <= self.per_host else HostLink(bandwidth, self.between.latency)
         return NetworkCosts(
             pp_latency=link.latency,
             pp_bandwidth=bandwidth,
@@ -50,15 +50,15 @@ class Hosts:
         )
 
     def of_places(self, dp: int, pp: int, tp: int) -> tuple[int, ...]:
-        """Returns the host of each place replica * pp + stage, as `Job.hosts` has them; none where each place has its
-        own, or all are on one."""
+        """Returns the host of each place replica * pp + stage, as `TrainingJob.hosts` has them; none where each
+        place has its own, or all are on one."""
         if tp >= self.per_host or dp * pp * tp <= self.per_host:
             return ()
         return tuple(place * tp // self.per_host for place in range(dp * pp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class TrainingJob:
     """A model, measured, on a cluster, measured."""
 
     trace: Trace

@@ -10,7 +10,7 @@ from fold3d import schedule as schedules
 from fold3d.offload import Offload
 from fold3d.placement.layers import layer_reads
 from fold3d.plan.costs import as_tuple, pause_bytes
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory import NOTHING, Spared
 from fold3d.plan.strategy import Modes, Orders, Ranges, Strategy
 from fold3d.recompute import Choice, Recompute
@@ -38,7 +38,7 @@ _OF_NETWORK = ("bandwidth", "pp_bandwidth", "pp_latency", "hop_latency", "toll")
 """What csrc/core/plan calls by the same name."""
 
 
-def numbers_of(job: Job) -> _C.PlanJob:
+def numbers_of(job: TrainingJob) -> _C.PlanJob:
     """Returns the job as numbers: parameters by their places in the profile, layers from prologue to epilogue."""
     trace, profile, network = job.trace, job.profile, job.network
     model = _C.PlanJob()
@@ -65,7 +65,7 @@ def numbers_of(job: Job) -> _C.PlanJob:
     return model
 
 
-def core_spared(job: Job, spared: Spared) -> _C.PlanSpared:
+def core_spared(job: TrainingJob, spared: Spared) -> _C.PlanSpared:
     """Returns what is spared as csrc/core/plan says it."""
     known = [inside.patterns for inside in job.profile.inside]
 
@@ -78,7 +78,7 @@ def core_spared(job: Job, spared: Spared) -> _C.PlanSpared:
     return _C.PlanSpared(again, spared.offload.what, spared.offload.percent)
 
 
-def spared_of_core(job: Job, found: _C.PlanSpared, fixed: Spared) -> Spared:
+def spared_of_core(job: TrainingJob, found: _C.PlanSpared, fixed: Spared) -> Spared:
     """Returns what a search has found; of modules inside of blocks it takes only what is `fixed`."""
     again = fixed.recompute
     if found.again != core_spared(job, fixed).again:
@@ -86,7 +86,7 @@ def spared_of_core(job: Job, found: _C.PlanSpared, fixed: Spared) -> Spared:
     return Spared(again, Offload(found.leaves, found.percent))
 
 
-def cut(job: Job, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> Ranges:
+def cut(job: TrainingJob, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> Ranges:
     """Returns the blocks of every chunk: segments by shares of time, each cut into stages of about equal time.
 
     Args:
@@ -99,7 +99,7 @@ def cut(job: Job, segments: int, *, first: float = 1.0, last: float = 1.0, grow:
         return tuple(numbers_of(job).cut(segments, first=first, last=last, grow=grow))
 
 
-def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
+def layout_of(job: TrainingJob, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets).
 
     Raises: ConfigError when `spared` is said of another number of chunks, or `ranges` are none of the model.
@@ -139,7 +139,7 @@ class Plan:
         )
 
 
-def simulate(job: Job, plan: Plan, *, breakdown: bool = False) -> tuple[_C.TrainingStep, list[_C.StageMemory]]:
+def simulate(job: TrainingJob, plan: Plan, *, breakdown: bool = False) -> tuple[_C.TrainingStep, list[_C.StageMemory]]:
     """Returns a step of a plan in steady state, and the bytes of each stage over it.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fold3d import _C
 from fold3d.plan.cluster_model import (
-    Cluster,
+    ClusterCosts,
     Modes,
     Work,
     cluster_model,
@@ -15,7 +15,7 @@ from fold3d.plan.cluster_model import (
     fastest_early_gathers,
     kind_of,
 )
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
 from fold3d.plan.memory import NOTHING, Spared
 from fold3d.plan.simulator import Prediction, prediction_of
@@ -24,7 +24,7 @@ from fold3d.plan.strategy import Ranges, Strategy
 _TRIES = 24
 
 
-def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Modes) -> Prediction:
+def plan_gathers(schedule: _C.Schedule, work: Work, cluster: ClusterCosts, modes: Modes) -> Prediction:
     """Returns a step of a schedule with backwards, with the fastest order of gathers that was found; no order where
     there is one replica.
 
@@ -41,7 +41,7 @@ def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Mod
     return replace(best, gather_order=orders)
 
 
-def without_recomputed(job: Job, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
+def without_recomputed(job: TrainingJob, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
     """Returns the backward times of chunks without what their blocks compute again, if they do."""
     spared = Spared.of(strategy.settings)
     if spared.nothing:
@@ -51,12 +51,12 @@ def without_recomputed(job: Job, strategy: Strategy, backward_ms: Sequence[float
 
 
 def with_times(
-    job: Job,
+    job: TrainingJob,
     ranges: Ranges,
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     tp_ms: tuple[Sequence[float], Sequence[float]] | None,
-) -> Job:
+) -> TrainingJob:
     """Returns the job with its layers' times scaled so that each chunk takes what was measured."""
     profile, last = job.profile, len(ranges) - 1
     layers = [range(lo + (chunk > 0), hi + 1 + (chunk == last)) for chunk, (lo, hi) in enumerate(ranges)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.offload import Offload
-from fold3d.plan.cluster_model import Cluster, Work, cluster_model
+from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model
 from fold3d.recompute import Choice, Recompute
 from fold3d.topology import of_stage
 
@@ -89,7 +89,7 @@ class StagePeak:
 
 
 def even_curves(
-    schedule: _C.Schedule, work: Work, cluster: Cluster, saved: int, *, dp_sync: str, versions: int = 1
+    schedule: _C.Schedule, work: Work, cluster: ClusterCosts, saved: int, *, dp_sync: str, versions: int = 1
 ) -> list[_C.StageMemory]:
     """Returns the memory of a step of made-up work: weights, gradients and two moments are equally large.
 

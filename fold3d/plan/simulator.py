@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fold3d import _C
-from fold3d.plan.cluster_model import Cluster, Work, cluster_model, fastest_early_gathers
+from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model, fastest_early_gathers
 from fold3d.schedule import parse_action
 from fold3d.schedule.library import config_errors
 from fold3d.topology import of_stage
@@ -65,7 +65,7 @@ class Prediction:
 def predict(
     schedule: _C.Schedule,
     work: Work,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     dp_sync: str = "zero1",
     early_gathers: int | None = None,
@@ -117,7 +117,7 @@ def prediction_of(step: _C.TrainingStep, *, early_gathers: int | None, timeline:
     )
 
 
-def step_ms(schedule: _C.Schedule, work: Work, cluster: Cluster, *, dp_sync: str = "zero1") -> float:
+def step_ms(schedule: _C.Schedule, work: Work, cluster: ClusterCosts, *, dp_sync: str = "zero1") -> float:
     """Returns only the step's milliseconds, several times faster than `predict`; for searches.
 
     With "early" and "unvoted", gathers begin whenever the network is idle. Raises: ConfigError as `predict`.

@@ -16,7 +16,7 @@ takes; "text": 2 (m - 1) W / B, as the recurrence is printed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LayerRow:
     """Layers one after the other, which may be cut between any two."""
 
     names: tuple[str, ...]
@@ -83,7 +83,7 @@ class PipedreamPlan:
         return tuple(found)
 
 
-def pipedream(row: Row, levels: Sequence[Level], cost: str = "ring") -> PipedreamPlan:
+def pipedream(row: LayerRow, levels: Sequence[Level], cost: str = "ring") -> PipedreamPlan:
     """Returns the partition with the fastest slowest stage, by the recurrence of chapter 2 of Narayanan's dissertation.
 
     Args:

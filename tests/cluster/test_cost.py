@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fold3d.cluster import launch
-from fold3d.cluster.cost import GREEDY, UNIFORM, Offer, Plan, Terms, offers
+from fold3d.cluster.cost import GREEDY, UNIFORM, MachinePlan, Offer, Terms, offers
 from fold3d.cluster.devices import Machine, choose_machines, read_prices
 from fold3d.cluster.rates import Measured, Measurement
 from fold3d.errors import ConfigError
@@ -37,7 +37,7 @@ def machines(tmp_path: Path, text: str) -> dict[str, Machine]:
 def test_four_days_of_a_v100(tmp_path: Path) -> None:
     """A3C, which is 2.15015 times as fast on a V100: 96 h of it cost 88.13 as a spot machine, and on a K80 55.73."""
     there = machines(tmp_path, AWS)
-    plans = [Plan(machine=there["v100"], rate=2.15015), Plan(machine=there["k80"], rate=1.0)]
+    plans = [MachinePlan(machine=there["v100"], rate=2.15015), MachinePlan(machine=there["k80"], rate=1.0)]
     terms = Terms(tokens=96 * 3600 * 2.15015, deadline=math.inf, restart=1.0 / 3600.0, up=1e9, down=1e-9, draws=2)
     cheap, dear = offers(plans, Measured(), terms)
     assert (cheap.plan.machine.device, dear.plan.machine.device) == ("k80", "v100")
@@ -62,7 +62,7 @@ def test_table_6_1(
     """Throughput per dollar against a K80, at GCP's prices."""
     there = machines(tmp_path, GCP)
     rates = {"k80": 1.0, "p100": p100, "v100": v100}
-    found = offers([Plan(machine=there[kind], rate=rate) for kind, rate in rates.items()], Measured(), FOREVER)
+    found = offers([MachinePlan(machine=there[kind], rate=rate) for kind, rate in rates.items()], Measured(), FOREVER)
     cost = {one.plan.machine.device: one.dollars_per_1e9 for one in found}
     assert round(cost["k80"] / cost["p100"], 1) == dollar_p100
     assert round(cost["k80"] / cost["v100"], 1) == dollar_v100
@@ -83,7 +83,7 @@ def made(tmp_path: Path, *, deadline: float = math.inf, measured: Measured | Non
     chosen = choose_machines("a100-80:8,a100-80:16,l4:8", read_prices(path))
     assert [(one.cloud, one.count) for one in chosen] == [("gcp", 1), ("gcp", 2), ("gcp", 2)]
     plans = [
-        Plan(machine=machine, rate=rate, layout="dp=2 tp=4 pp=1", flags="--dp 2 --tp 4")
+        MachinePlan(machine=machine, rate=rate, layout="dp=2 tp=4 pp=1", flags="--dp 2 --tp 4")
         for machine, rate in zip(chosen, (1e5, 1.8e5, 1e4), strict=True)
     ]
     terms = Terms(tokens=3.6e9, deadline=deadline, restart=0.1, up=8.0, down=2.0, draws=20)

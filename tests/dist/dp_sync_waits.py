@@ -20,7 +20,7 @@ from fold3d.comms.groups import Groups
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine.planning import replanner
 from fold3d.errors import Fold3dError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
 from fold3d.plan.strategy import Constraints, Strategy
@@ -266,7 +266,7 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the replanner that finds a better schedule; returns losses, weights, and the plan."""
     real, asked = replanner.recheck, []
 
-    def better(job: Job, strategy: Strategy, *measured: Any) -> Proposal | None:
+    def better(job: TrainingJob, strategy: Strategy, *measured: Any) -> Proposal | None:
         other = "aiao" if strategy.schedule != "aiao" else "1f1b" if strategy.segments == 1 else "interleaved"
         asked.append(other)
         kept = {"ranges": strategy.ranges, "bucket_bytes": strategy.bucket_bytes, "dp_sync": strategy.dp_sync}

@@ -13,7 +13,7 @@ from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.observe.timeline import summary, write_atomically, write_trace
 from fold3d.observe.timeline_picture import write_picture
-from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.cluster_model import ClusterCosts, Work
 from fold3d.plan.memory import even_curves
 from fold3d.schedule import generate, lower
 
@@ -99,7 +99,7 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
 def test_memory_is_a_track_of_each_rank_by_its_stage(tmp_path: Path) -> None:
     schedule = lower(generate("1f1b", pp=2, micro_batches=3), reduce=True)
     work = Work.even(schedule, forward=0.01, backward=0.02, layers=4, activation_bytes=64, gradient_bytes=4096)
-    curves = even_curves(schedule, work, Cluster(dp=2, bandwidth=1e9), 1 << 20, dp_sync="early")
+    curves = even_curves(schedule, work, ClusterCosts(dp=2, bandwidth=1e9), 1 << 20, dp_sync="early")
     write_trace(tmp_path / "step.json", RECORDS, pp=2, memory=curves)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for rank in range(4):

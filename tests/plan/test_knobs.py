@@ -9,7 +9,7 @@ import pytest
 from fold3d.cli.main import main
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.resolve import constraints_of, unplanned
 from fold3d.plan.search import recheck, search
 from fold3d.plan.space import registry
@@ -30,7 +30,7 @@ def _check(value: float, constraints: Constraints) -> None:
         raise ConfigError(f"compression={value} needs several segments")
 
 
-def _costs(job: Job, value: float) -> Job:
+def _costs(job: TrainingJob, value: float) -> TrainingJob:
     """Gradients travel compressed, and compressing costs time."""
     profile, network = job.profile, job.network
     backward = tuple(seconds * (1 + 0.05 * (value - 1)) for seconds in profile.backward)

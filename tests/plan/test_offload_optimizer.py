@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory import peaks_of
 from fold3d.plan.memory_options import cheapest_changes, predicted_curves
 from fold3d.plan.search import decide, search
@@ -21,7 +21,7 @@ ON_HOST = (("offload_optimizer", "True"),)
 BYTES = 8_000_000
 
 
-def job(**changes: object) -> Job:
+def job(**changes: object) -> TrainingJob:
     return make_job(layers=8, micro_batches=4, gradient_bytes=BYTES, copy_bandwidth=1e9, **changes)
 
 

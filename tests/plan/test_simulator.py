@@ -9,7 +9,7 @@ import pytest
 from fold3d import _C, schedule
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.cluster_model import ClusterCosts, Work
 from fold3d.plan.simulator import predict, step_ms
 
 MADE = schedule.generate("aiao", pp=2, segments=4, micro_batches=8)
@@ -21,8 +21,8 @@ def work(made: schedule.Schedule = MADE, **changes) -> Work:
     return Work.even(made, **(values | changes))
 
 
-def cluster(**changes) -> Cluster:
-    return Cluster(**({"dp": 2, "bandwidth": 1e9} | changes))
+def cluster(**changes) -> ClusterCosts:
+    return ClusterCosts(**({"dp": 2, "bandwidth": 1e9} | changes))
 
 
 def test_parts_add_up_in_milliseconds():

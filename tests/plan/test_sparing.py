@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fold3d.plan.costs import LayerBytes
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory import Spared
 from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.search import decide, recheck, search
@@ -18,7 +18,7 @@ from tests.plan.jobs import make_job
 SAVED, SENT = 1_000_000, 8192
 
 
-def large(**changes: Any) -> Job:
+def large(**changes: Any) -> TrainingJob:
     """A job whose layers keep much more than they hand on."""
     job = make_job(**({"layers": 8, "micro_batches": 8, "gradient_bytes": 800_000, "dp": 1} | changes))
     count = len(job.profile.layers) - 2

@@ -26,7 +26,7 @@ _LATEST = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class QueueState:
     """What there is before a round."""
 
     wishes: tuple[Wish, ...]
@@ -66,7 +66,7 @@ class Held:
     """Those that were left as they are, and why."""
 
 
-def look(folder: Folder) -> State:
+def look(folder: Folder) -> QueueState:
     """Returns what there is. Raises: ConfigError where Slurm does not answer."""
     wishes, ended = [], []
     measured: dict[str, Measured] = {}
@@ -88,7 +88,7 @@ def look(folder: Folder) -> State:
     for job in commands.queue():
         if job.name in names and job.comment.startswith(COMMENT):
             queued.setdefault(job.name, []).append(job)
-    return State(
+    return QueueState(
         wishes=tuple(wishes),
         ended=tuple(ended),
         left_out=left_out,
@@ -128,7 +128,7 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> Held
 
 
 def _due(
-    policy: Policy, cluster: Cluster, state: State, now: float
+    policy: Policy, cluster: Cluster, state: QueueState, now: float
 ) -> tuple[list[Job], Cluster | None, Allocation, dict[str, str]]:
     """Returns the jobs that can be placed, the GPUs that are left for them, what they are due, and who is left out."""
     left_out, every = dict(state.left_out), [_job(wish, state, now) for wish in state.wishes]
@@ -148,7 +148,7 @@ def _due(
             left_out[error.job] = str(error)
 
 
-def _job(wish: Wish, state: State, now: float) -> Job:
+def _job(wish: Wish, state: QueueState, now: float) -> Job:
     measured, known = state.measured[wish.name], state.estimates[wish.name]
     return Job(
         name=wish.name,
@@ -162,12 +162,12 @@ def _job(wish: Wish, state: State, now: float) -> Job:
     )
 
 
-def _running(state: State, name: str, here: Place) -> Running:
+def _running(state: QueueState, name: str, here: Place) -> Running:
     measured = state.measured[name]
     return Running(here, float(state.queued[name][-1].seconds), measured.save_seconds + measured.start_seconds)
 
 
-def _probes(state: State) -> dict[str, Place]:
+def _probes(state: QueueState) -> dict[str, Place]:
     """Returns what is tried: nothing where nothing was measured yet, since whatever a job runs on is measured first."""
     found = {}
     for name, known in state.estimates.items():
@@ -178,7 +178,7 @@ def _probes(state: State) -> dict[str, Place]:
 
 
 def _move(
-    folder: Folder, state: State, wishes: Sequence[Wish], placed: Mapping[str, Place]
+    folder: Folder, state: QueueState, wishes: Sequence[Wish], placed: Mapping[str, Place]
 ) -> tuple[int, dict[str, str]]:
     """Starts what should run elsewhere than it does, and then ends what should not run.
 

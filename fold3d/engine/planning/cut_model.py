@@ -33,7 +33,7 @@ from fold3d.errors import ConfigError, SplitError
 from fold3d.observe.announce import announce
 from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.micro_batch_size import in_parts
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
@@ -105,11 +105,11 @@ class CutModel:
     strategy: Strategy
     buckets: tuple[BucketSpec, ...]
     """Of this rank's gradients."""
-    proposed: tuple[Job, Proposal] | None
+    proposed: tuple[TrainingJob, Proposal] | None
     """What the planner was told, of whole micro-batches, and said, if another schedule may be chosen."""
     resizes: bool
     """Whether another number of samples may pass the model at once while training goes on."""
-    planned: tuple[Job, Proposal] | None
+    planned: tuple[TrainingJob, Proposal] | None
     """What the planner was told and said; None where it was not asked."""
     overlap_limit: float | None
     """Seconds of a step's forwards and backwards from which the predicted way of hiding TP.sync is doubted; None: it
@@ -156,9 +156,9 @@ class _Decided:
 
     strategy: Strategy
     sharding: ShardingPlan | None
-    proposed: tuple[Job, Proposal] | None
+    proposed: tuple[TrainingJob, Proposal] | None
     """The job as it runs."""
-    whole: Job | None
+    whole: TrainingJob | None
     """The same of whole micro-batches."""
     forecast: TpForecast | None
 
@@ -247,7 +247,7 @@ def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_
     recording, layout, example = found.recording, found.layout, found.example
     training = replace(order, config=found.config)
     config, constraints, begun = found.config, found.constraints, found.begun
-    proposed: tuple[Job, Proposal] | None = None
+    proposed: tuple[TrainingJob, Proposal] | None = None
     strategy: Strategy | None = None
     sharding: ShardingPlan | None = None
     if config.tp > 1:
@@ -338,7 +338,7 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
     )
 
 
-def _resizes(order: BuildRequest, whole: Job | None, strategy: Strategy) -> bool:
+def _resizes(order: BuildRequest, whole: TrainingJob | None, strategy: Strategy) -> bool:
     """Returns whether micro-batches may be divided otherwise while training goes on: where that was left open and
     measured, and nothing was made for their sizes, as compiled blocks and the pool of what leaves the device are."""
     if not order.config.retune or whole is None or whole.one_sample is None or strategy.tp > 1:

@@ -11,7 +11,7 @@ import torch
 from fold3d import _C
 from fold3d.config import ParallelConfig
 from fold3d.device import total_memory
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory_options import cheapest_changes, predicted_curves, usual_changes
 from fold3d.plan.strategy import Strategy
 
@@ -31,7 +31,7 @@ def memory_limit(config: ParallelConfig, device: torch.device) -> int | None:
 class LessMemory:
     """Of one engine: how much memory a rank should need over a step, and what would help."""
 
-    job: Job | None
+    job: TrainingJob | None
     """What the planner was told; None where it was not asked."""
     strategy: Strategy
     config: ParallelConfig

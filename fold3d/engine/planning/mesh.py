@@ -33,7 +33,7 @@ from fold3d.errors import ConfigError, MemoryLimitError, TraceError
 from fold3d.faults.supervisor import supervisor_of_engine
 from fold3d.observe.announce import announce
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, Profile
-from fold3d.plan.job import Hosts, Job, Link
+from fold3d.plan.job import HostLink, Hosts, TrainingJob
 from fold3d.plan.layout import places
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.resolve import resolve_auto
@@ -291,17 +291,17 @@ def _links(asked: Asked, profile: Profile, per_host: int, group: WorldGroup) -> 
     several = world > per_host
     with grouped(per_host if several else 1) as groups:
         found = links_of(groups, asked, size)
-        link = Link(found.bandwidth, found.hop_latency)
+        link = HostLink(found.bandwidth, found.hop_latency)
         if several and per_host > 1:
             shards = shard_link(groups, asked, size)
-            within = Link(shards.bandwidth, shards.latency)
+            within = HostLink(shards.bandwidth, shards.latency)
     if not several:
         within = link
         if world > 1 and asked.config.tp != 1:
             with grouped(per_host) as groups:
                 shards = shard_link(groups, asked, size)
-            within = Link(min(link.bandwidth, shards.bandwidth), shards.latency)
-    between = Link(link.bandwidth * per_host, link.latency)
+            within = HostLink(min(link.bandwidth, shards.bandwidth), shards.latency)
+    between = HostLink(link.bandwidth * per_host, link.latency)
     return Hosts(per_host=per_host, between=between, within=within or link, toll=found.toll)
 
 
@@ -314,12 +314,12 @@ class _Jobs:
         self._asked, self._recording, self._hosts, self._limit = asked, recording, hosts, limit
         self._profiles: dict[int, tuple[Profile, Profile | None] | ConfigError] = {1: (profile, one)}
 
-    def of(self, mesh: Decision) -> Job:
+    def of(self, mesh: Decision) -> TrainingJob:
         """Raises: ConfigError when the model cannot be shared out so."""
         asked = self._asked
         profile, one = self._of_shard(mesh.tp)
         elsewhere = asked.device.type != "cpu"
-        whole = Job(
+        whole = TrainingJob(
             trace=self._recording.under(mesh.tp),
             profile=profile,
             network=self._hosts.network(mesh.dp * mesh.tp * mesh.pp, mesh.tp),

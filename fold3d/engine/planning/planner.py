@@ -28,7 +28,7 @@ from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory import Spared
 from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
@@ -158,7 +158,7 @@ def plan_auto(
     example: Mapping[str, Any] | None,
     sharding: ShardingPlan | None,
     samples: Samples = UNKNOWN,
-) -> tuple[Job, Proposal] | None:
+) -> tuple[TrainingJob, Proposal] | None:
     """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
     Args:
@@ -322,7 +322,7 @@ def _propose(
     samples: int | None,
     one_sample: Profile | None,
     stage_times: tuple[float, ...],
-) -> tuple[Job, Proposal]:
+) -> tuple[TrainingJob, Proposal]:
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
     Args:
@@ -340,7 +340,7 @@ def _propose(
     limit = training.limit
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
     copies = _copies(config, world, device) if copied else {}
-    job = Job(
+    job = TrainingJob(
         trace=layout,
         profile=profile,
         network=network,
@@ -383,13 +383,13 @@ def _propose(
 
 
 def _decide(
-    job: Job, config: ParallelConfig, constraints: Constraints, steps_parts: Callable[[], bool]
-) -> tuple[Job, Proposal]:
+    job: TrainingJob, config: ParallelConfig, constraints: Constraints, steps_parts: Callable[[], bool]
+) -> tuple[TrainingJob, Proposal]:
     """Returns the best proposal, and the job that it is for: with parts of micro-batches where they may be divided."""
     if job.samples is None or job.one_sample is None:
         return job, decide(job, constraints, steps_parts)
 
-    def plan(size: int) -> tuple[Job, Proposal]:
+    def plan(size: int) -> tuple[TrainingJob, Proposal]:
         made = in_parts(job, size)
         if constraints.schedule is not None and constraints.segments is not None:  # a file is for so many micro-batches
             sized = replace(config, micro_batches=made.micro_batches)
@@ -447,7 +447,7 @@ def steps_parts(make: MakeOptimizer | None) -> bool:
     return True
 
 
-def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
+def _check_memory(job: TrainingJob, proposal: Proposal, config: ParallelConfig) -> None:
     """Raises MemoryLimitError when the best that was found needs more memory than the user allows."""
     if config.memory_size is None or proposal.memory_bytes <= config.memory_size:
         return

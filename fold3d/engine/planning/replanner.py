@@ -22,9 +22,9 @@ from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.link_times import LinkTimes, rates_of
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
-from fold3d.plan.cluster_model import BucketCost, Cluster, Work
+from fold3d.plan.cluster_model import BucketCost, ClusterCosts, Work
 from fold3d.plan.costs import pause_bytes
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.measured import plan_gathers
 from fold3d.plan.micro_batch_size import in_parts, memory_curve
 from fold3d.plan.proposal import Proposal
@@ -68,7 +68,7 @@ class Replanner:
         groups: Groups,
         config: ParallelConfig,
         device: torch.device,
-        proposed: tuple[Job, Proposal] | None,
+        proposed: tuple[TrainingJob, Proposal] | None,
         *,
         has_times: bool = True,
         resizes: bool = False,
@@ -302,7 +302,7 @@ class Replanner:
             ),
             style=schedule.style,
         )
-        cluster = Cluster(
+        cluster = ClusterCosts(
             dp=self._topology.dp,
             bandwidth=bandwidth,
             latency=self._links[1],
@@ -327,7 +327,7 @@ class Replanner:
 
     def _better(
         self,
-        whole: Job,
+        whole: TrainingJob,
         strategy: Strategy,
         schedule: Schedule,
         forward_ms: Sequence[float],

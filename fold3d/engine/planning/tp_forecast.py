@@ -12,7 +12,7 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, TP_WAYS, text_of_bytes
 from fold3d.engine.planning import planner
 from fold3d.plan.costs import NetworkCosts
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import DECISIVE
@@ -53,7 +53,7 @@ class TpForecast:
         )
 
 
-def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
+def forecast_of(job: TrainingJob, proposed: Proposal) -> TpForecast:
     """Returns what the planner expects of what it proposes."""
     busiest = max(proposed.prediction.ranks, key=lambda rank: rank.exposed_tp_ms)
     return TpForecast(
@@ -98,7 +98,7 @@ def predict_tp_sync(
         return strategy, None
     link = planner.tp_link(profile, world, training)
     topology, nothing = world.topology, float("inf")
-    job = Job(
+    job = TrainingJob(
         trace=layout,
         profile=profile,
         network=link.of(NetworkCosts(pp_latency=0.0, pp_bandwidth=nothing, dp_bandwidth=nothing, hop_latency=0.0)),
@@ -128,7 +128,7 @@ def warn_of_spread(forecast: TpForecast | None, world: WorldGroup) -> None:
     warn_of_hosts(spread_of_shards(world), world.topology, "" if forecast is None else forecast.text)
 
 
-def _decided(job: Job, strategy: Strategy) -> str:
+def _decided(job: TrainingJob, strategy: Strategy) -> str:
     """Returns the way that is clearly the fastest, or "auto"."""
     if job.profile.halves_factor is None:
         return AUTO  # batches may come that can be divided
@@ -143,7 +143,7 @@ def _decided(job: Job, strategy: Strategy) -> str:
     return AUTO if close else best
 
 
-def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
+def _seconds(job: TrainingJob, strategy: Strategy, way: str) -> tuple[float, float]:
     """Returns how long a rank of the busiest stage computes in a step, and what of that it waits for TP.sync."""
     layout = layout_of(KNOB.costs(job, way), strategy.ranges, strategy.bucket_bytes)
     both = [a + b for a, b in zip(layout.forward, layout.backward, strict=True)]
@@ -156,7 +156,7 @@ def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
     return job.micro_batches * spent, job.micro_batches * waited
 
 
-def _bytes(job: Job, strategy: Strategy) -> int:
+def _bytes(job: TrainingJob, strategy: Strategy) -> int:
     """Returns what a rank of the stage with most of it sends in its group in a step."""
     profile, last = job.profile, len(strategy.ranges) - 1
     of_layer = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.search import Found
 
 
@@ -78,7 +78,7 @@ def meshes(
 
 
 def search_meshes(
-    candidates: Iterable[M], job_of: Callable[[M], Job], decide: Callable[[list[Job]], list[Found]]
+    candidates: Iterable[M], job_of: Callable[[M], TrainingJob], decide: Callable[[list[TrainingJob]], list[Found]]
 ) -> list[Tried[M]]:
     """Returns what was tried, the best first: those that fit into memory, by the time of a step of the same global
     batch; then those that do not fit, by what they need; then those of which a bound says that they are slower; then
@@ -88,7 +88,7 @@ def search_meshes(
         job_of: raises ConfigError for a mesh that the model cannot have, such as shards that do not divide its heads.
         decide: see `search.decide_jobs`.
     """
-    possible: list[tuple[M, Job]] = []
+    possible: list[tuple[M, TrainingJob]] = []
     found: list[tuple[tuple[float, ...], Tried[M]]] = []
     for mesh in candidates:
         try:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.memory import Spared, keeps_boundaries
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
@@ -62,7 +62,7 @@ def _flag_of(text: str) -> bool:
     return _VALUES[text.lower()]
 
 
-def optimizer_costs(job: Job, value: bool) -> Job:
+def optimizer_costs(job: TrainingJob, value: bool) -> TrainingJob:
     """Returns the job with the update's time on the host, and that of its copies: as if none ran beside an update, so
     no step should take longer than that."""
     if not value or job.offload_optimizer:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.space import (
     dp_sync,
     offload,
@@ -54,7 +54,7 @@ def constrained(**values: Any) -> Constraints:
     return made
 
 
-def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
+def settings_to_try(job: TrainingJob, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
     """Yields each combination of values of the knobs without a field of their own, as Strategy.settings."""
     knobs = in_settings(job.tp)
     for values in product(*(knob.values(job, constraints) for knob in knobs)):
@@ -66,7 +66,7 @@ def in_settings(tp: int) -> list[Knob[Any]]:
     return [knob for knob in KNOBS if not knob.has_field and (tp > 1 or not knob.needs_tp)]
 
 
-def with_costs(job: Job, settings: tuple[tuple[str, str], ...]) -> Job:
+def with_costs(job: TrainingJob, settings: tuple[tuple[str, str], ...]) -> TrainingJob:
     """Returns the job with what the settings change about its costs."""
     knobs = {knob.name: knob for knob in KNOBS}
     for name, text in settings:

@@ -11,7 +11,7 @@ from fold3d import _C
 from fold3d.config import AUTO, TP_WAYS
 from fold3d.errors import ConfigError
 from fold3d.plan.costs import Exchanges, NetworkCosts, TpExchange
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.space.knob import Knob
 
 _WHOLE_BYTES = _C.whole_exchange_bytes()
@@ -130,7 +130,7 @@ def _parse(text: str) -> str:
     return text
 
 
-def _costs(job: Job, value: str) -> Job:
+def _costs(job: TrainingJob, value: str) -> TrainingJob:
     """Returns the job with the waits for TP.sync in its layers' times; "auto" is the fastest way."""
     profile, ways = job.profile, TP_WAYS if value == AUTO else (value,)
     found = []
