@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch  # noqa: F401  loads the libraries that _C is linked with
 
 from fold3d import _C, schedule
 from fold3d.config import SIMULATED_DP_SYNC
