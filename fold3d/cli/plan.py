@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import cluster_option, model_option, rivals
 from fold3d.cli.model_option import say as _say
-from fold3d.cli.tables import breakdown_table, columns, memory_table, rivals_of
+from fold3d.cli.rivals import rivals_of
+from fold3d.cli.tables import breakdown_table, columns, memory_table
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
