@@ -20,11 +20,12 @@ import transformers
 
 from fold3d import _C
 from fold3d import schedule as schedules
-from fold3d.plan.cluster_model import Cluster, Work, cluster_model
-from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, recomputed, with_head_done
-from fold3d.plan.memory.model import StagePeak, peaks_of
+from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.memory import StagePeak, peaks_of
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.trace import trace
+from tests.helpers.layer_sums import activations_of, recomputed, with_head_done
 
 SAMPLES, TOKENS, VOCABULARY, TP, SEGMENTS, BATCH = 4, 2048, 51200, 8, 4, 256
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes of a parameter
@@ -127,7 +128,7 @@ def peaks(model: Model, schedule: str, recompute: str, zero1: bool) -> tuple[Sta
         layers=(1,) * chunks,
         gradient_bytes=(0,) * chunks,
     )
-    cluster = cluster_model(work, Cluster(dp=model.dp, bandwidth=25e9), pp=model.pp)
+    cluster = cluster_model(work, ClusterCosts(dp=model.dp, bandwidth=25e9), pp=model.pp)
     step = _C.simulate_step(program, cluster, breakdown=False, spans=True)
     return peaks_of(_C.memory_curves(program, _C.MemoryModel(parts, head=head), step))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fold3d import schedule as schedules
-from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.cluster_model import ClusterCosts, Work
 from fold3d.plan.simulator import Prediction, predict
 
 MICRO_BATCH, SEQUENCE, HALF = 4, 1024, 2  # samples, tokens (Table IV: 64 MiB at hidden size 8192), bytes per number
@@ -110,10 +110,10 @@ def work_of(row: Row, schedule: schedules.Schedule) -> Work:
     )
 
 
-def cluster_of(row: Row, latency: float) -> Cluster:
+def cluster_of(row: Row, latency: float) -> ClusterCosts:
     # Pieces of a quarter of a millisecond, far below any message's time.
     bandwidth = bandwidth_of(row)
-    return Cluster(
+    return ClusterCosts(
         dp=row.dp,
         bandwidth=bandwidth,
         latency=latency,

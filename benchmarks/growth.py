@@ -186,8 +186,8 @@ COLUMNS = {
 
 def by_formula(pp: int) -> None:
     """Prints what the vote takes in jobs that this machine cannot hold."""
-    from fold3d.comms.world_group import connections, messages, rounds
     from fold3d.topology import Topology
+    from tests.helpers.trees import connections, messages, rounds
 
     print(f"\nBy formula, pp={pp}: connections of the rank that has most, and the vote; in brackets with groups of all")
     print(f"{'ranks':>6}{'connections':>20}{'messages':>24}{'one after the other':>24}")
@@ -202,13 +202,13 @@ def by_formula(pp: int) -> None:
 def by_axis() -> None:
     """Prints what a rank has and does in a step as replicas and stages grow, in jobs that this machine cannot hold."""
     from fold3d import _C
-    from fold3d.comms.tree import Tree
-    from fold3d.comms.world_group import rounds
+    from fold3d.comms.tree_group import Tree
     from fold3d.schedule import Kind, generate, lower
+    from tests.helpers.trees import neighbours, rounds
 
     def most(size: int) -> int:
         tree = Tree(size)
-        return max(tree.connections(place) for place in range(size))
+        return max(neighbours(tree, place) for place in range(size))
 
     print("\nBy formula, of the rank that has most, 1f1b with 2 pp micro-batches")
     print("small: connections of small exchanges (trees), by which results of evaluations and checkpoints go, too;")

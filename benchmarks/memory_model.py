@@ -24,9 +24,9 @@ import fold3d
 from benchmarks.local.ranks import run_ranks
 from fold3d import _C
 from fold3d.plan.costs import NetworkCosts
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import predicted_curves
-from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import peaks_of
+from fold3d.plan.memory_options import predicted_curves
 from fold3d.profile.layers import assumed_profile
 from fold3d.recompute import Recompute
 from fold3d.trace import trace
@@ -97,7 +97,7 @@ def work(world: int, case: dict[str, Any], sizes: tuple[int, int], batch: int) -
     counted = _C.peak_cpu_bytes() - before
     network = NetworkCosts(pp_latency=1e-4, pp_bandwidth=1e9, dp_bandwidth=1e9, hop_latency=1e-4)
     topology = engine.topology
-    job = Job(
+    job = TrainingJob(
         trace=recorded,
         profile=profile,
         network=network,

@@ -160,8 +160,8 @@ def fold3d_executor(name: str, segments: int, transport: str) -> Callable[[], No
     """Returns one step of the bare Executor with the same schedule, over "tcp" (the CPU's default) or "c10d"."""
     from fold3d import _C
     from fold3d import schedule as schedules
+    from fold3d.comms.connections import connect_stages
     from fold3d.comms.groups import Groups
-    from fold3d.comms.tcp import connect_stages
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=1, pp=STAGES, rank=dist.get_rank()), torch.device("cpu")

@@ -32,7 +32,7 @@ from fold3d.cluster.deadline import Due, Market, mixture
 from fold3d.cluster.jobs import Cluster, Job, Option
 from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rounds import Rules
-from fold3d.cluster.simulate import Report, simulate
+from fold3d.cluster.simulate import SimulationReport, simulate
 from fold3d.cluster.slurm import moves
 from fold3d.cluster.slurm.folder import Folder
 from fold3d.cluster.workload import Arrival
@@ -104,7 +104,7 @@ def jct(options: argparse.Namespace, types: Types) -> None:
     )
     print("| jobs an hour | blind | aware | ratio | lost to moves, blind and aware |\n| --- | --- | --- | --- | --- |")
     for rate in options.rates:
-        found: dict[bool, list[Report]] = {True: [], False: []}
+        found: dict[bool, list[SimulationReport]] = {True: [], False: []}
         for seed in range(options.seeds):
             # More jobs keep coming until those that are looked at are done.
             jobs = drawn(types, 3 * last, per_hour=rate, seed=seed, move=options.move)

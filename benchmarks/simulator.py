@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.cluster.scenarios import SCENARIOS, Scenario
 from fold3d import schedule as schedules
-from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.cluster_model import ClusterCosts, Work
 from fold3d.plan.simulator import step_ms
 from fold3d.schedule import Schedule
 
@@ -44,10 +44,12 @@ def configurations(scenario: Scenario) -> Iterator[Callable[[], float]]:
                 gradient_bytes=scenario.gradient_bytes,
             )
     for speed in itertools.count(1):
-        cluster = Cluster(dp=scenario.dp, bandwidth=scenario.rate_mbit / 8 * 1e6 * (1 + speed / 1000), latency=2e-4)
+        cluster = ClusterCosts(
+            dp=scenario.dp, bandwidth=scenario.rate_mbit / 8 * 1e6 * (1 + speed / 1000), latency=2e-4
+        )
         for schedule, way in itertools.product(made, WAYS):
 
-            def run(schedule: Schedule = schedule, cluster: Cluster = cluster, way: str = way) -> float:
+            def run(schedule: Schedule = schedule, cluster: ClusterCosts = cluster, way: str = way) -> float:
                 return step_ms(schedule, works[schedule.segments], cluster, dp_sync=way)
 
             yield run

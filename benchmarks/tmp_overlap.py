@@ -203,7 +203,7 @@ def main() -> None:
         work(options.rank)
         return
     from fold3d.plan.costs import TpExchange
-    from fold3d.plan.space.tp_times import traffic
+    from fold3d.plan.space.tp_overlap import traffic
 
     request = {"layers": options.layers, "steps": options.steps, "samples": options.batch}
     with NamespaceHosts(RANKS, Link(rate_mbit=10_000)) as hosts:

@@ -51,7 +51,7 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
     groups = Groups(topology, torch.device("cpu"), TIMEOUT, [], with_p2p=False)
     stack.callback(groups.close)
     if over_tcp:
-        return stack.enter_context(tcp_messages(topology, groups, TIMEOUT))
+        return stack.enter_context(tcp_messages(groups, TIMEOUT))
     group, first = dist.new_group(), topology.pp_rank == 0
 
     def pass_on(size: int) -> None:
@@ -69,8 +69,8 @@ def messages(over_tcp: bool, stack: ExitStack) -> Action:
 def sums(over_tcp: bool, stack: ExitStack) -> Action:
     """Returns what sums so many bytes over the replicas."""
     from fold3d import _C
+    from fold3d.comms.connections import connect_replicas
     from fold3d.comms.groups import Groups
-    from fold3d.comms.rings import connect_replicas
     from fold3d.topology import Topology
 
     topology, device = Topology(dp=RANKS, pp=1, rank=dist.get_rank()), torch.device("cpu")
@@ -120,8 +120,8 @@ def measure(rank: int, folder: str, rounds: int) -> None:
 def measure_bandwidth(rank: int, folder: str, ranks: int) -> None:
     """One rank: sums WHOLE bytes by fold3d's rings and by gloo; rank 0 writes (bus bytes/s, CPU s per GiB) of each."""
     from fold3d import _C
+    from fold3d.comms.connections import connect_replicas
     from fold3d.comms.groups import Groups
-    from fold3d.comms.rings import connect_replicas
     from fold3d.topology import Topology
 
     torch.set_num_threads(1)

@@ -22,14 +22,13 @@ from torch.utils._pytree import TreeSpec
 
 from fold3d.errors import Fold3dError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.search import decide
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import assumed_profile, profile_model
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
+from fold3d.profile.shard import layers_of_a_shard, of_a_shard, with_tp_sync
 from fold3d.profile.stashes import stashes_of
-from fold3d.profile.tp_sync import with_tp_sync
 from fold3d.recompute import Recompute
 from fold3d.splitting import plan_sharding
 from fold3d.trace import Trace
@@ -86,7 +85,7 @@ def planned(trace: Trace, profile: Profile, *, dp: int, pp: int, tp: int) -> Ite
     """Yields what the planner says of a mesh, with all the memory that it wants, then with less."""
     needed: int | None = None
     for share in (1.0, 0.7):
-        job = Job(
+        job = TrainingJob(
             trace=trace, profile=profile, network=NETWORK, dp=dp, pp=pp, tp=tp, micro_batches=4,
             action_seconds=ACTION_SECONDS, bucket_seconds=BUCKET_SECONDS,
             memory_limit=None if needed is None else round(share * needed), pool_is_elsewhere=True,

@@ -149,13 +149,7 @@ def write(report: Report, out: Path) -> dict[str, list[Path]]:
     draw_steps(report, out / "steps.png", {name: title_of(name) for name in report.runs})
     for name, runs in report.runs.items():
         path = out / f"timeline-{name.replace(':', '-')}"
-        records = [
-            [
-                {"rank": rank, "lane": lane, "action": action, "start_ns": start, "end_ns": end, "bytes": size}
-                for lane, action, start, end, size in mine
-            ]
-            for rank, mine in enumerate(runs[-1].timelines)
-        ]
+        records = runs[-1].timelines
         pictures = [path.with_suffix(".png"), path.with_suffix(".json")]
         write_picture(pictures[0], records, pp=report.scenario.pp, title=f"{title_of(name)}: one step")
         write_trace(pictures[1], records, pp=report.scenario.pp)

@@ -40,7 +40,7 @@ def predict_step(
     # Imported here: they load torch, which comparing systems does not need.
     from fold3d import schedule as schedules
     from fold3d._C import simulate_step
-    from fold3d.plan.cluster_model import Cluster, Work, cluster_model
+    from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model
     from fold3d.plan.costs import pause_bytes
 
     family, passes = system.family, scenario.micro_batches
@@ -66,7 +66,7 @@ def predict_step(
         work = replace(work, stash_bytes=tuple(layers * kept for layers in work.layers))
         schedule = schedules.lower(schedule, reduce=scenario.dp > 1, offload=[True] * len(work.layers))
     bandwidth = scenario.rate_mbit * 1e6 / 8 * PAYLOAD
-    cluster = Cluster(
+    cluster = ClusterCosts(
         dp=scenario.dp,
         bandwidth=bandwidth,
         latency=costs.latency_s,

@@ -21,11 +21,11 @@ from benchmarks.cluster.session import Session
 from benchmarks.cluster.systems import System
 from benchmarks.offload import SHORTEST_S, Found, Link, check_losses, slowdown
 from benchmarks.tests.test_cluster import CLUSTER, NO_MESSAGES, ROOT
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts
-from fold3d.plan.job import Job
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import Spared
 from fold3d.plan.search import search
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace
 
@@ -80,7 +80,7 @@ def test_beside_slow_copies_a_mixture_is_planned() -> None:
     network = NetworkCosts(pp_latency=5e-4, pp_bandwidth=12e6, dp_bandwidth=12e6, hop_latency=1e-3)
     found = []
     for rate in (one.copy_rate, one.copy_rate / 2):
-        job = Job(
+        job = TrainingJob(
             trace=recorded,
             profile=profile,
             network=network,

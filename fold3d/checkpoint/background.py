@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fold3d.checkpoint.delivery import Delivery, Files, Key
-from fold3d.checkpoint.regions import Region, spread_over
+from fold3d.checkpoint.regions import Box, spread_over
 from fold3d.data_parallel.optimizer.host_memory import host_memory
+from fold3d.device import synchronize
 from fold3d.topology import Topology
 
 _ALIGN = 64
@@ -22,10 +23,10 @@ _ALIGN = 64
 class Part:
     """What one rank brings into some files; fields as the arguments of `Delivery.to_files`."""
 
-    everywhere: Sequence[Region[Any]]
+    everywhere: Sequence[Box[Any]]
     note: Any
     files: Files[Any]
-    own: Sequence[Region[Any]]
+    own: Sequence[Box[Any]]
 
     def deliver(self, delivery: Delivery) -> None:
         """Brings it there; every rank calls. Raises: as `Delivery.to_files`."""
@@ -54,7 +55,7 @@ class Background:
         self._error: Exception | None = None
 
     def to_files(
-        self, everywhere: Sequence[Region[Key]], note: Any, files: Files[Key], own: Sequence[Region[Key]] = ()
+        self, everywhere: Sequence[Box[Key]], note: Any, files: Files[Key], own: Sequence[Box[Key]] = ()
     ) -> None:
         """Notes what will be written; arguments as for `Delivery.to_files`."""
         self._parts.append(Part(everywhere, note, files, own))
@@ -98,17 +99,16 @@ class Background:
         """Of host memory that copies take."""
         return self._buffer.nbytes
 
-    def _copy(self, sources: list[Tensor], copies: list[Region[Any]]) -> None:
+    def _copy(self, sources: list[Tensor], copies: list[Box[Any]]) -> None:
         try:
             for source, copy in zip(sources, copies, strict=True):
                 copy.data.copy_(source, non_blocking=True)
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
+            synchronize(self._device)
         finally:
             sources.clear()
             self._copied.set()
 
-    def _run(self, sources: list[Tensor], copies: list[Region[Any]], write: Callable[[], None]) -> None:
+    def _run(self, sources: list[Tensor], copies: list[Box[Any]], write: Callable[[], None]) -> None:
         try:
             if not self._copied.is_set():
                 self._copy(sources, copies)
@@ -146,7 +146,7 @@ class Background:
             raise error
 
 
-def _room_for(region: Region[Key], buffer: Tensor) -> Region[Key]:
+def _room_for(region: Box[Key], buffer: Tensor) -> Box[Key]:
     """Returns the region with its values, which are not there yet, at the beginning of `buffer`."""
     data = region.data
-    return Region(region.key, region.whole, region.starts, buffer[: data.nbytes].view(data.dtype).view(data.shape))
+    return Box(region.key, region.whole, region.starts, buffer[: data.nbytes].view(data.dtype).view(data.shape))

@@ -1,4 +1,4 @@
-"""Delivery: how the tensors of all ranks come into the files of one save."""
+"""Delivery: how the tensors of all ranks come into the files of one save; Relay: how they come to rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,11 +16,66 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fold3d.checkpoint.regions import Entry, Region, box_of, spread_over, windows, write_box
-from fold3d.checkpoint.relay import Relay
-from fold3d.comms.family import as_bytes
+from fold3d.checkpoint.regions import Box, Entry, box_of, spread_over, windows, write_box
+from fold3d.comms.tree_group import as_bytes
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
+
+
+class Relay:
+    """Of one rank. What a rank has goes up the tree of the replicas at its place, then up that of the stages of replica
+    0 at its place on the axis tp, then up that of the shards of stage 0: a rank between keeps one piece of data while
+    it leaves, and takes the next one meanwhile.
+
+    All ranks that are on the way of some data call `bring` for it, and in the same order for all data.
+    """
+
+    def __init__(self, world: WorldGroup, timeout: float) -> None:
+        """Args:
+        timeout: seconds to wait for a rank.
+        """
+        self._world, self._timeout = world, timeout
+        self._left: Callable[[], None] = lambda: None
+
+    def is_on_way(self, source: int) -> bool:
+        """Whether what rank `source` has comes by here, begins here, or ends here."""
+        replica, stage, shard = self._world.topology.coordinates(source)
+        mine = self._world.topology
+        if (stage, shard) == (mine.pp_rank, mine.tp_rank):
+            return self._world.data.is_above(replica)
+        if not self._world.data.is_first:
+            return False
+        return self._world.pipeline.is_above(stage) if shard == mine.tp_rank else self._passes_shards(shard)
+
+    def bring(self, data: Tensor, source: int) -> None:
+        """Brings `data`, bytes in host memory, at least one, from rank `source` to rank 0, on which it has come when
+        this returns. Other ranks on its way give room for it, which is in use until the next call or `end`.
+
+        Raises: DistNetworkError when a rank is gone or does not come.
+        """
+        replica, stage, shard = self._world.topology.coordinates(source)
+        mine, pipeline, tensor = self._world.topology, self._world.pipeline, self._world.tensor
+        if (stage, shard) == (mine.pp_rank, mine.tp_rank):
+            self._follow(self._world.data.pass_up(data, replica, timeout=self._timeout))
+        if not self._world.data.is_first:
+            return
+        if shard == mine.tp_rank:
+            self._follow(pipeline.pass_up(data, stage, timeout=self._timeout))
+        if self._passes_shards(shard):
+            self._follow(tensor.pass_up(data, shard, timeout=self._timeout))
+
+    def end(self) -> None:
+        """Waits until the last data has left."""
+        left, self._left = self._left, lambda: None
+        left()
+
+    def _passes_shards(self, shard: int) -> bool:
+        return self._world.pipeline.is_first and self._world.tensor.is_above(shard)
+
+    def _follow(self, left: Callable[[], None]) -> None:
+        before, self._left = self._left, left
+        before()
+
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -50,8 +105,8 @@ class Files(Protocol[Key]):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[Key]):
-    """What one rank brings of one tensor: a `Region` without its values."""
+class WriteItem(Generic[Key]):
+    """What one rank brings of one tensor: a `Box` without its values."""
 
     key: Key
     entry: Entry
@@ -59,7 +114,7 @@ class Piece(Generic[Key]):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, region: Region[Key]) -> Piece[Key]:
+    def of(cls, region: Box[Key]) -> WriteItem[Key]:
         """Returns the piece that describes `region`."""
         data = region.data
         return cls(region.key, Entry(data.dtype, tuple(region.whole)), tuple(region.starts), tuple(data.shape))
@@ -81,7 +136,7 @@ class Delivery:
         self._files: list[Files[Any]] = []
 
     def to_files(
-        self, everywhere: Sequence[Region[Key]], note: Any, files: Files[Key], own: Sequence[Region[Key]] = ()
+        self, everywhere: Sequence[Box[Key]], note: Any, files: Files[Key], own: Sequence[Box[Key]] = ()
     ) -> None:
         """Brings regions, and a note that pickles, of every rank into `files`.
 
@@ -95,15 +150,16 @@ class Delivery:
         replicas, replica = (topology.dp, topology.dp_rank) if self._is_shared else (1, topology.dp_rank)
         regions = [*spread_over(everywhere, replicas, replica), *own]
         self._files.append(files)
-        shares = self._world.gather(([Piece.of(region) for region in regions], note), timeout=self._patience)
-        made: tuple[dict[Key, Location], list[list[Piece[Key]]]] | None = None
+        shares = self._world.gather(([WriteItem.of(region) for region in regions], note), timeout=self._patience)
+        made: tuple[dict[Key, Location], list[list[WriteItem[Key]]]] | None = None
         error: Exception | None = None
         if shares is not None:
             try:
                 pieces = [pieces for pieces, _ in shares]
                 entries = whole_entries(pieces)
                 room = sum(entry.bytes for entry in entries.values())
-                if shutil.disk_usage(_existing(files.folder)).free < room:
+                there = next(path for path in (files.folder, *files.folder.absolute().parents) if path.is_dir())
+                if shutil.disk_usage(there).free < room:
                     raise OSError(errno.ENOSPC, f"{room / 1e6:,.0f} MB do not fit", str(files.folder))
                 locations = files.make(entries, [note for _, note in shares])
                 _let_go(files.folder, locations.values())
@@ -124,7 +180,7 @@ class Delivery:
             return
         write_all(files.folder, [(locations[region.key], region) for region in regions])
 
-    def to_rank_0(self, regions: Sequence[Region[Key]]) -> dict[Key, Tensor]:
+    def to_rank_0(self, regions: Sequence[Box[Key]]) -> dict[Key, Tensor]:
         """Returns the whole tensors in host memory on rank 0, nothing elsewhere: for formats that need all at once.
 
         Args:
@@ -132,11 +188,11 @@ class Delivery:
         Raises: as `to_files`.
         """
         regions = spread_over(regions, 1, self._world.topology.dp_rank)
-        shares = self._world.gather([Piece.of(region) for region in regions], timeout=self._patience)
-        pieces: list[list[Piece[Key]]] = self._world.share(shares, timeout=self._patience)
+        shares = self._world.gather([WriteItem.of(region) for region in regions], timeout=self._patience)
+        pieces: list[list[WriteItem[Key]]] = self._world.share(shares, timeout=self._patience)
         whole: dict[Key, Tensor] = {}
 
-        def put(piece: Piece[Key], starts: Sequence[int], data: Tensor) -> None:
+        def put(piece: WriteItem[Key], starts: Sequence[int], data: Tensor) -> None:
             if piece.key not in whole:
                 whole[piece.key] = torch.empty(piece.entry.shape, dtype=piece.entry.dtype)
             box_of(whole[piece.key], starts, data.shape).copy_(data)
@@ -145,7 +201,7 @@ class Delivery:
         whole_entries(pieces)  # on all ranks alike
         return whole
 
-    def _gather(self, regions: Sequence[Region[Key]], pieces: Sequence[Sequence[Piece[Key]]], put: Any) -> None:
+    def _gather(self, regions: Sequence[Box[Key]], pieces: Sequence[Sequence[WriteItem[Key]]], put: Any) -> None:
         """Calls `put(piece, starts, data)` on rank 0 with all that the ranks have, a window after the other."""
         relay, rank = Relay(self._world, self._patience), self._world.topology.rank
         error: Exception | None = None
@@ -205,14 +261,14 @@ class Writer:
                 os.close(descriptor)
 
 
-def write_all(folder: Path, writes: Iterable[tuple[Location, Region[Any]]]) -> None:
+def write_all(folder: Path, writes: Iterable[tuple[Location, Box[Any]]]) -> None:
     """Writes regions into files of a folder, and waits until they are on disk. Raises: OSError."""
     with Writer(folder) as writer:
         for location, region in writes:
             writer.write(location, region.whole, region.starts, region.data)
 
 
-def whole_entries(pieces: Sequence[Sequence[Piece[Key]]]) -> dict[Key, Entry]:
+def whole_entries(pieces: Sequence[Sequence[WriteItem[Key]]]) -> dict[Key, Entry]:
     """Returns dtype and shape of every tensor that the pieces of all ranks make up.
 
     Raises: CheckpointError unless they make up whole tensors.
@@ -271,7 +327,3 @@ def _let_go(folder: Path, locations: Iterable[Location]) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

@@ -12,8 +12,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from fold3d.checkpoint import adapters, safetensors_file
+from fold3d.checkpoint.names import ADAPTER_FILE
 from fold3d.errors import CheckpointError
+from fold3d.weights.safetensors_file import read_header
 
 NAME = "fold3d.json"
 _VERSION = 1
@@ -93,7 +94,7 @@ def _in_weights(folder: Path) -> str | None:
         missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"
-    return None if weights or any(folder.rglob(adapters.FILE)) else f"it holds no {_WEIGHTS}"
+    return None if weights or any(folder.rglob(ADAPTER_FILE)) else f"it holds no {_WEIGHTS}"
 
 
 def _in_recorded(folder: Path) -> str | None:
@@ -118,7 +119,7 @@ def _in_present(folder: Path) -> str | None:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in _TELLING and path.is_file()):
         problem = None
         if path.suffix == ".safetensors":
-            problem = safetensors_file.defect(path)
+            problem = defect(path)
         elif path.suffix == ".json":
             content, key = _parsed(path), _STEPS.get(path.name)
             if key is not None and not (isinstance(content, dict) and isinstance(content.get(key), int)):
@@ -128,6 +129,15 @@ def _in_present(folder: Path) -> str | None:
             problem = f"{path.name} ({path.stat().st_size} bytes) is no complete torch file"
         if problem is not None:
             return problem
+    return None
+
+
+def defect(path: Path) -> str | None:
+    """Returns what is wrong with a safetensors file judged by its header and size, None when nothing is."""
+    try:
+        read_header(path)
+    except ValueError as error:
+        return str(error)
     return None
 
 

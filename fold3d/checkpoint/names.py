@@ -1,15 +1,100 @@
-"""Under which names the model's tensors are saved: those the stock `save_pretrained` uses."""
+"""Under which names the model's tensors are saved: those the stock `save_pretrained` uses. Adapters: which tensors of a
+PeftModel are saved, in which file and under which name; PEFT's own code tells.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
 import torch
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from fold3d.errors import CheckpointError, ConfigError
 from fold3d.weights.part_marks import state_of
+from fold3d.weights.parts import Parts
+from fold3d.weights.pretrained import PretrainedFolder
+from fold3d.weights.release import parameter_holders
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+AdapterFiles = dict[str, dict[str, str]]
+"""File, as a path in the folder -> {name in the file: canonical name in the model}."""
+
+
+def has_adapters(model: Module) -> bool:
+    """Whether the model is one of PEFT's, of which adapters are saved and nothing else."""
+    peft: Any = sys.modules.get("peft")  # who has such a model has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapter_files(model: Any, *, embeddings: bool | Literal["auto"] = "auto") -> AdapterFiles:
+    """Returns what `model.save_pretrained` would write. No value is looked at, so all ranks find the same.
+
+    Args:
+        model: a PeftModel.
+        embeddings: PEFT's save_embedding_layers; "auto" may ask the Hub for the base model's configuration.
+    Raises: ConfigError for adapters that are computed when they are saved, from weights of which a rank may have none.
+    """
+    from peft import get_peft_model_state_dict
+
+    canonical_of = {name: group[0] for group in tied_groups(model) for name in group}
+    stand_ins = {name: torch.tensor([number]) for number, name in enumerate(state_of(model))}
+    name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    files: AdapterFiles = {}
+    for adapter, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        computed = ConfigError(
+            f"adapter {adapter!r} is of the kind {kind}, which PEFT computes from weights of the whole model when it "
+            "saves; here a process may have a part of them. Use one that is saved as it is, such as LoRA"
+        )
+        if config.is_prompt_learning:
+            raise computed
+        try:
+            saved = get_peft_model_state_dict(
+                model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=embeddings
+            )
+        except (RuntimeError, IndexError) as error:  # it wanted tensors of the real shapes
+            raise computed from error
+        if any(id(stand_in) not in name_of for stand_in in saved.values()):
+            raise computed
+        names = {key: name_of[id(stand_in)] for key, stand_in in saved.items()}
+        path = ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
+        files[path] = {key: canonical_of.get(name, name) for key, name in names.items()}
+    return files
+
+
+def load_adapters(files: AdapterFiles, targets: Mapping[str, Tensor], folder: Path, parts: Parts) -> None:
+    """Fills those of `targets` in place that belong to adapters, from what `model.save_pretrained` wrote.
+
+    Args:
+        targets: parameters and buffers of this rank by canonical name, any device and dtype.
+        parts: which part of each parameter the targets are.
+    Raises: CheckpointError naming the file that is not there or damaged, or the tensor that is missing or of another
+        shape.
+    """
+    for file, names in files.items():
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no {file}: it is not a checkpoint of this PeftModel")
+        source = PretrainedFolder(path.parent, path.stem)
+        found = set(source.keys())
+        for key, name in names.items():
+            if key not in found:
+                raise CheckpointError(f"{path} does not hold {key}: it belongs to another adapter")
+            if name not in targets:
+                continue
+            shape, whole = source.shape(key), tuple(parts.whole_shape(name, targets[name].shape))
+            if shape != whole:
+                raise CheckpointError(f"{path}: {key} has shape {shape}, but the model's has {whole}")
+            source.read_into(key, targets[name], parts.shard_of(name), parts.rank)
 
 
 def saved_names(model: Module) -> dict[str, str]:
@@ -40,10 +125,7 @@ def saved_names(model: Module) -> dict[str, str]:
 
 def tied_groups(model: Module) -> list[list[str]]:
     """Returns the groups of names under which the model holds one parameter, the canonical name first."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    return [names for _, names in parameter_holders(model) if len(names) > 1]
 
 
 def persistent_buffers(model: Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.serialization import skip_data
 
 from fold3d.checkpoint.delivery import Location
-from fold3d.checkpoint.regions import Entry, Region, regions_of, regions_of_piece
+from fold3d.checkpoint.regions import Box, Entry, regions_of, regions_of_piece
 from fold3d.checkpoint.torch_file import TorchFile
 from fold3d.data_parallel.bucket import Piece, laid_out
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
@@ -88,7 +88,7 @@ class OptimizerLayout:
         primary: set[str],
         parts: Parts,
         pieces: Sequence[tuple[Piece, Mapping[str, Any]]] = (),
-    ) -> tuple[list[Region[StateKey]], list[Region[StateKey]], dict[str, dict[str, Any]]]:
+    ) -> tuple[list[Box[StateKey]], list[Box[StateKey]], dict[str, dict[str, Any]]]:
         """Returns this rank's share of the state: what other replicas at its place have, too; what only this one has;
         and per parameter everything that is no tensor.
 
@@ -99,11 +99,11 @@ class OptimizerLayout:
         Raises: CheckpointError for a state that cannot be put together.
         """
         state = optimizer.state_dict()["state"]
-        everywhere: list[Region[StateKey]] = []
-        own: list[Region[StateKey]] = []
+        everywhere: list[Box[StateKey]] = []
+        own: list[Box[StateKey]] = []
         rest: dict[str, dict[str, Any]] = {}
 
-        def of_whole(name: str, values: Mapping[str, Any], into: list[Region[StateKey]]) -> None:
+        def of_whole(name: str, values: Mapping[str, Any], into: list[Box[StateKey]]) -> None:
             numbers = rest.setdefault(name, {})
             for key, value in values.items():
                 if not isinstance(value, Tensor):

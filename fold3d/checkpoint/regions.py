@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fold3d.comms.family import as_bytes
+from fold3d.comms.tree_group import as_bytes
 from fold3d.data_parallel.bucket import Piece, memory_order
 from fold3d.sharding.shard import Shard, even_part
-from fold3d.weights.part_reader import fill
+from fold3d.weights.safetensors_file import fill
 
 Key = TypeVar("Key", bound=Hashable)
 Index = tuple[int, ...]
@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Region(Generic[Key]):
+class Box(Generic[Key]):
     """A box of a whole tensor, and its values on this rank."""
 
     key: Key
@@ -54,13 +54,13 @@ class Region(Generic[Key]):
     data: Tensor
     """Of the box's shape, on any device, with any strides. It is this rank's own memory, not a copy."""
 
-    def narrow(self, dim: int, first: int, end: int) -> Region[Key]:
+    def narrow(self, dim: int, first: int, end: int) -> Box[Key]:
         """Returns indices [first, end) of dimension `dim` of the box."""
         starts = (*self.starts[:dim], self.starts[dim] + first, *self.starts[dim + 1 :])
-        return Region(self.key, self.whole, starts, self.data.narrow(dim, first, end - first))
+        return Box(self.key, self.whole, starts, self.data.narrow(dim, first, end - first))
 
 
-def regions_of(key: Key, part: Tensor, shard: Shard | None, rank: int) -> list[Region[Key]]:
+def regions_of(key: Key, part: Tensor, shard: Shard | None, rank: int) -> list[Box[Key]]:
     """Returns what a rank of a tensor-parallel group writes of a tensor of which it has `part`: over all ranks of the
     group, each element once.
 
@@ -68,12 +68,12 @@ def regions_of(key: Key, part: Tensor, shard: Shard | None, rank: int) -> list[R
         shard: how the tensor is spread over the group; None: this rank writes all of it.
     """
     whole = tuple(part.shape) if shard is None else shard.whole_shape(part.shape)
-    return list(_in_whole(Region(key, whole, (0,) * part.ndim, part), shard, rank, once=True))
+    return list(_in_whole(Box(key, whole, (0,) * part.ndim, part), shard, rank, once=True))
 
 
 def regions_of_piece(
     key: Key, piece: Piece, flat: Tensor, shard: Shard | None, rank: int, *, once: bool
-) -> list[Region[Key]]:
+) -> list[Box[Key]]:
     """Returns the regions of a piece of a parameter, or of what has a value for each of its elements.
 
     Args:
@@ -84,18 +84,18 @@ def regions_of_piece(
     shape = tuple(piece.parameter.shape)
     order = memory_order(piece.parameter)
     whole = shape if shard is None else shard.whole_shape(shape)
-    found: list[Region[Key]] = []
+    found: list[Box[Key]] = []
     place = 0
     for starts, extents in boxes([shape[d] for d in order], piece.offset, piece.offset + flat.numel()):
         size = math.prod(extents)
         data = flat[place : place + size].view(extents).permute([order.index(d) for d in range(len(order))])
         place += size
         at = tuple(starts[order.index(d)] for d in range(len(order)))
-        found += _in_whole(Region(key, whole, at, data), shard, rank, once=once)
+        found += _in_whole(Box(key, whole, at, data), shard, rank, once=once)
     return found
 
 
-def _in_whole(region: Region[Key], shard: Shard | None, rank: int, *, once: bool) -> Iterator[Region[Key]]:
+def _in_whole(region: Box[Key], shard: Shard | None, rank: int, *, once: bool) -> Iterator[Box[Key]]:
     """Yields a box of a rank's part as boxes of the whole tensor."""
     if shard is None or not region.data.ndim:
         yield region
@@ -106,7 +106,7 @@ def _in_whole(region: Region[Key], shard: Shard | None, rank: int, *, once: bool
         if low < high:
             some = region.narrow(dim, low - begin, high - begin)
             starts = (*some.starts[:dim], first + low - place, *some.starts[dim + 1 :])
-            yield Region(some.key, some.whole, starts, some.data)
+            yield Box(some.key, some.whole, starts, some.data)
 
 
 def _held(shard: Shard, rank: int) -> Iterator[tuple[int, int, int]]:
@@ -117,9 +117,9 @@ def _held(shard: Shard, rank: int) -> Iterator[tuple[int, int, int]]:
         place += end - first
 
 
-def spread_over(regions: Sequence[Region[Key]], replicas: int, replica: int) -> list[Region[Key]]:
+def spread_over(regions: Sequence[Box[Key]], replicas: int, replica: int) -> list[Box[Key]]:
     """Returns what one of several replicas that all have `regions` writes of them: each element is written by one."""
-    mine: list[Region[Key]] = []
+    mine: list[Box[Key]] = []
     for number, region in enumerate(regions):
         shape = region.data.shape
         dim = next((d for d, size in enumerate(shape) if size >= replicas), None)

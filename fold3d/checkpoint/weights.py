@@ -1,4 +1,4 @@
-"""Weights: model.safetensors (or shards and an index), written and read in parts."""
+"""Weights: model.safetensors (or shards and an index), written and read in parts; late gradients, read in parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,49 @@ from torch.nn import Module
 from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.names import tied_groups
 from fold3d.checkpoint.regions import Entry
-from fold3d.checkpoint.safetensors_file import make_file
+from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.errors import CheckpointError
 from fold3d.weights import pretrained
 from fold3d.weights.parts import Parts
+from fold3d.weights.pretrained import PretrainedFolder
+from fold3d.weights.safetensors_file import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
+
+
+def make_file(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Makes a file with its header and room for its tensors; returns where each tensor's first byte belongs.
+
+    Args:
+        entries: dtype and shape of every tensor, by name.
+    Raises: ValueError for a dtype the format does not know, OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, entry in entries.items():
+        if entry.dtype not in _NAMES:
+            raise ValueError(f"{name} is {entry.dtype}, which safetensors cannot store")
+    end = 0
+    # The library's order, widest elements first: every tensor is then aligned to its own element size.
+    for name, entry in sorted(entries.items(), key=lambda item: (_ORDER[item[1].dtype], item[0])):
+        begin, end = end, end + entry.bytes
+        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in entries}
+
 
 STEM = "model"
 MAX_SHARD_SIZE = "50GB"
 """The stock `save_pretrained` default."""
+LATE_GRADIENTS = "late_gradients"
+"""Stem of the file with the gradients of the last step before the checkpoint, where gradient_delay=1 keeps them.
+
+By canonical name, whole, as they are kept in memory, of what was used. The settings that they will be taken with are in
+fold3d.json. Versions of weights that later steps need are there, too: "NAME@1" is that of one update ago, and so on."""
 _FILLING = ".tmp"
 """Behind the name of a file that is not complete."""
 
@@ -112,3 +147,29 @@ def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, par
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"
             + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         )
+
+
+def filling_late(folder: Path, parts: Parts) -> Callable[[str, Tensor], bool]:
+    """Returns what fills this rank's part of a parameter's gradient, or of a version of it, from a checkpoint, and
+    returns whether it is there; it raises CheckpointError for one of another shape.
+
+    Args:
+        parts: which part of each gradient is read.
+    Raises: CheckpointError for a file that is missing or damaged.
+    """
+    source = PretrainedFolder(folder, LATE_GRADIENTS)
+    names = set(source.keys())
+
+    def fill(name: str, gradient: Tensor) -> bool:
+        if name not in names:
+            return False
+        parameter = parameter_of(name)
+        whole, found = parts.whole_shape(parameter, gradient.shape), source.shape(name)
+        if found != whole:
+            raise CheckpointError(
+                f"{folder} belongs to another model: the late gradient of {name} has shape {found}, and {whole} here"
+            )
+        source.read_into(name, gradient, parts.shard_of(parameter), parts.rank)
+        return True
+
+    return fill

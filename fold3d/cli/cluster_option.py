@@ -9,14 +9,15 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from fold3d.config import check_memory, parse_bytes
+from fold3d.config import AUTO, TP_WAYS, check_memory, parse_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.cluster.devices import Device
-    from fold3d.plan.hosts import Hosts
+    from fold3d.plan.job import Hosts
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SUSTAINED = 0.45
@@ -81,7 +82,7 @@ def settle(options: argparse.Namespace) -> None:
 
     Raises: ConfigError for what makes no sense, or contradicts each other.
     """
-    from fold3d.plan.hosts import Hosts, Link
+    from fold3d.plan.job import HostLink, Hosts
 
     if options.cluster is not None:
         for name, value in _of_file(options.cluster).items():
@@ -132,7 +133,9 @@ def settle(options: argparse.Namespace) -> None:
         inside = _link("--within", options.within) if options.within is not None else None
         fast = device.within if device is not None else (options.tp_bandwidth or 100.0) * 1e9 / 8
         inside = inside or (fast, (options.tp_latency or 10.0) / 1e6)
-        options.placement = Hosts(per_host=options.ranks_per_host, between=Link(rate, time), within=Link(*inside))
+        options.placement = Hosts(
+            per_host=options.ranks_per_host, between=HostLink(rate, time), within=HostLink(*inside)
+        )
 
 
 def words_of(options: argparse.Namespace) -> str:
@@ -230,3 +233,45 @@ def _of_file(path: str) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise ConfigError(f"--cluster={path!r}: {name} is {value!r}; it must be a {kind.__name__}")
     return content
+
+
+class TpLink(TypedDict):
+    """Of a rank within its tensor-parallel group, as NetworkCosts calls it."""
+
+    tp_bandwidth: float
+    """Bytes per second."""
+    tp_latency: float
+    """Of a hop, in seconds."""
+
+
+def add_tp_link(group: Any) -> None:
+    """Adds them to a group of options that has --tp and --tp-overlap elsewhere."""
+    group.add_argument(
+        "--tp-bandwidth",
+        type=float,
+        metavar="GBIT",
+        help="bandwidth per process within a tensor-parallel group; default 100",
+    )
+    group.add_argument(
+        "--tp-latency", type=float, metavar="US", help="latency of a message within a tensor-parallel group; default 10"
+    )
+
+
+def link_of(options: argparse.Namespace, *, has_tp: bool) -> TpLink:
+    """Returns what was asked for. Raises: ConfigError for what makes no sense, or has no effect without --tp."""
+    numbers = {"--tp-bandwidth": options.tp_bandwidth, "--tp-latency": options.tp_latency}
+    for name, value in {**numbers, "--tp-overlap": options.tp_overlap}.items():
+        if value is not None and not has_tp:
+            raise ConfigError(f"{name}={value} has no effect without --tp; remove it, or add --tp 2")
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{name} is {value:g}; it must be positive, and below 1e9")
+    return TpLink(tp_bandwidth=(options.tp_bandwidth or 100.0) * 1e9 / 8, tp_latency=(options.tp_latency or 10.0) / 1e6)
+
+
+def overlap_of(options: argparse.Namespace) -> str:
+    """Returns how sums are hidden. Raises: ConfigError for another way."""
+    overlap: str = options.tp_overlap or AUTO
+    if overlap not in (AUTO, *TP_WAYS):
+        raise ConfigError(f"--tp-overlap is {overlap!r}; it must be one of {', '.join((AUTO, *TP_WAYS))}")
+    return overlap

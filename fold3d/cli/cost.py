@@ -10,17 +10,116 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
+from fold3d.cli.model_option import ModelLayers
 from fold3d.cli.tables import columns
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fold3d.cluster.cost import Offer, Plan, Terms
-    from fold3d.cluster.prices import Machine
+    from fold3d.cluster.cost import MachinePlan, Offer, Terms
+    from fold3d.cluster.devices import Machine
     from fold3d.cluster.rates import Measured
+    from fold3d.plan.job import TrainingJob
+    from fold3d.plan.search import Found
+    from fold3d.plan.space.mesh import Mesh, Tried
+
+
+_FREE = 0.9
+"""The part of a GPU's memory that a training can use: the rest is CUDA's, NCCL's, and gaps between allocations."""
+_LENGTH = 2048
+"""Tokens of a sample where nobody has said them and the model takes more."""
+_LATENCY_WITHIN, _LATENCY_BETWEEN = 10e-6, 50e-6
+"""Seconds of a message."""
+
+
+class MachinePlans:
+    """The planner's answers for a model on machines of several kinds. The model is recorded once; speeds, memory and
+    links differ."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Args:
+        options: `model`, `blocks`, `partition`, and `sample_tokens`, `batch`, `global_samples`, `efficiency`.
+
+        Raises: ConfigError, TraceError for a model that cannot be recorded.
+        """
+        from fold3d.trace.batches import is_transformers_model
+
+        model: Any
+        model, example = model_option.load(options)
+        if example is None or set(example) != {"input_ids"}:
+            raise ConfigError(f"{options.model!r} is no model whose input is input_ids alone: tokens cannot be counted")
+        text = model.config.get_text_config() if is_transformers_model(model) else None
+        most = getattr(text, "max_position_embeddings", None)
+        length = options.sample_tokens or min(most or _LENGTH, _LENGTH)
+        if most is not None and length > most:
+            raise ConfigError(f"--sample-tokens is {length}; the model takes {most} at most")
+        ids = example["input_ids"][:1, :1].expand(options.batch, length)
+        self._options = options
+        self._layers = ModelLayers(model, {"input_ids": ids}, blocks=options.blocks, partition=options.partition)
+        self.tokens = options.global_samples * length
+        """Of a step."""
+        self.said = f"{model_option.describe(model)}; {options.global_samples} samples of {length} tokens a step"
+
+    def of(self, machine: Machine) -> MachinePlan:
+        """Returns the fastest plan; with a reason in place of one where there is none."""
+        from fold3d.cluster.cost import MachinePlan
+        from fold3d.config import text_of_bytes
+        from fold3d.plan.layout import places
+        from fold3d.plan.search import decide_jobs
+        from fold3d.plan.space.mesh import meshes, search_meshes
+        from fold3d.plan.strategy import Constraints
+
+        def decided(jobs: list[TrainingJob]) -> list[Found]:
+            return decide_jobs(jobs, Constraints(), lambda: True)
+
+        try:
+            candidates = meshes(
+                machine.all_gpus,
+                self._options.global_samples // self._options.batch,
+                tp=None,
+                pp=None,
+                ranks_per_host=machine.gpus,
+                most_stages=len(places(self._layers.trace)),
+            )
+        except ConfigError as error:
+            return MachinePlan(machine=machine, rate=0.0, reason=str(error))
+        best: Tried[Mesh] = search_meshes(candidates, lambda mesh: self._job(mesh, machine), decided)[0]
+        if best.found is None or best.reason:
+            needs = f": at least {text_of_bytes(best.found.memory_bytes)} a GPU" if best.found else ""
+            return MachinePlan(machine=machine, rate=0.0, reason=f"{best.reason.splitlines()[0]}{needs}")
+        proposal, mesh = best.found.proposal(), best.mesh
+        return MachinePlan(
+            machine=machine,
+            rate=1e3 * self.tokens / proposal.step_ms,
+            layout=f"dp={mesh.dp} tp={mesh.tp} pp={mesh.pp}",
+            flags=self._flags(mesh, proposal.strategy),
+            memory_bytes=proposal.memory_bytes,
+        )
+
+    def _flags(self, mesh: Mesh, strategy: Any) -> str:
+        from fold3d.plan.space.registry import flags_of
+
+        batch, steps = self._options.batch, mesh.micro_batches
+        sizes = f"--dp {mesh.dp} --tp {mesh.tp} --pp {mesh.pp}"
+        samples = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {steps}"
+        return f"{sizes} {samples} {flags_of(strategy)}"
+
+    def _job(self, mesh: Mesh, machine: Machine) -> TrainingJob:
+        """Raises: ConfigError for a mesh that the model cannot have."""
+        from fold3d.plan.job import HostLink, Hosts
+
+        hosts = Hosts(
+            per_host=machine.gpus,
+            between=HostLink((machine.network_gbit or machine.within_gbit) * 1e9 / 8, _LATENCY_BETWEEN),
+            within=HostLink(machine.within_gbit * 1e9 / 8, _LATENCY_WITHIN),
+        )
+        flops, memory = machine.tflops * 1e12 * self._options.efficiency, int(machine.memory_gb * 1e9 * _FREE)
+        return self._layers.job(mesh, flops, hosts, memory_limit=memory)
+
 
 _FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")
 _RESTART = 360.0
@@ -32,43 +131,35 @@ _LONGEST = 1e6
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser(
+    command = subcommands.add_parser(
         "cost", help="compare the cost of a training on several kinds of machine", description=__doc__
     )
-    model_option.add(made)
-    made.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on, such as 20e9")
-    made.add_argument(
+    model_option.add(command)
+    command.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on, such as 20e9")
+    command.add_argument(
         "--devices", required=True, metavar="KIND:COUNT,..", help="devices to compare, such as a100-80:8,h100:16"
     )
-    made.add_argument(
+    command.add_argument(
         "--prices", required=True, metavar="FILE", help="CSV file with a machine per line; see docs/cost.md"
     )
-    made.add_argument("--deadline", metavar="TIME", help="time limit, such as 48h, 90m, 3d; default: none")
-    made.add_argument(
+    command.add_argument("--deadline", metavar="TIME", help="time limit, such as 48h, 90m, 3d; default: none")
+    command.add_argument(
         "--rates", metavar="FILE", help="rates.json of an earlier run; measured rates replace predictions"
     )
-    plan = made.add_argument_group("what is planned for")
-    plan.add_argument("--global-samples", type=int, default=64, metavar="N", help="samples per step; default 64")
-    plan.add_argument("--batch", type=int, default=1, metavar="N", help="samples per micro-batch; default 1")
-    plan.add_argument(
-        "--sample-tokens", type=int, metavar="N", help="tokens per sample; default: the model's maximum, at most 2048"
-    )
+    plan = command.add_argument_group("what is planned for")
+    integer = partial(plan.add_argument, type=int)
+    integer("--global-samples", default=64, metavar="N", help="samples per step; default 64")
+    integer("--batch", default=1, metavar="N", help="samples per micro-batch; default 1")
+    integer("--sample-tokens", metavar="N", help="tokens per sample; default: the model's maximum, at most 2048")
     plan.add_argument(
         "--efficiency", type=float, default=0.4, help="share of a GPU's peak that layers reach; default 0.4"
     )
-    spot = made.add_argument_group("spot machines, where the prices have some")
-    spot.add_argument(
-        "--spot-up", type=float, default=8.0, metavar="HOURS", help="mean time until a spot machine is lost; default 8"
-    )
-    spot.add_argument(
-        "--spot-down",
-        type=float,
-        default=2.0,
-        metavar="HOURS",
-        help="mean time until another one is available; default 2",
-    )
+    spot = command.add_argument_group("spot machines, where the prices have some")
+    hours = partial(spot.add_argument, type=float, metavar="HOURS")
+    hours("--spot-up", default=8.0, help="mean time until a spot machine is lost; default 8")
+    hours("--spot-down", default=2.0, help="mean time until another one is available; default 2")
     spot.add_argument("--restart", metavar="TIME", help="time lost at each start; default: from --rates, else 6m")
-    out = made.add_argument_group("output")
+    out = command.add_argument_group("output")
     out.add_argument("--format", choices=_FORMATS, default="table", help="output format; default table")
     out.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     out.add_argument(
@@ -79,18 +170,17 @@ def add(subcommands: Any) -> None:
     out.add_argument(
         "--output", metavar="FOLDER", help="output_dir of the training, for sbatch and skypilot; default out"
     )
-    made.set_defaults(run=run)
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints what was asked for. Raises: ConfigError, TraceError."""
-    from fold3d.cli.machine_plans import MachinePlans
-    from fold3d.cluster import launch, prices
+    from fold3d.cluster import devices, launch
     from fold3d.cluster.cost import offers
     from fold3d.cluster.rates import Measured
 
     _check(options)
-    machines = prices.choose(options.devices, prices.read(Path(options.prices)))
+    machines = devices.choose_machines(options.devices, devices.read_prices(Path(options.prices)))
     measured = Measured()
     if options.rates is not None:
         measured = Measured.read(Path(options.rates))
@@ -172,7 +262,7 @@ def _hours(name: str, text: str) -> float:
     return hours
 
 
-def _table(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> list[str]:
+def _table(found: Sequence[Offer], plans: Sequence[MachinePlan], terms: Terms) -> list[str]:
     """Returns the lines: a row for each machine, who runs on none, and what is cheapest."""
     names = list(dict.fromkeys(name for one in found for name in one.mixed))
     head = ("devices", "plan", "tokens/s", "", "GB", "an hour", "10^9 tokens", "hours", "at worst", "on demand")
@@ -211,7 +301,7 @@ def _verdict(first: Offer, terms: Terms) -> str:
     return f"nothing is sure to be done{until}: {best}; add GPUs to --devices, or measure (--rates)"
 
 
-def _as_json(found: Sequence[Offer], plans: Sequence[Plan], terms: Terms) -> dict[str, Any]:
+def _as_json(found: Sequence[Offer], plans: Sequence[MachinePlan], terms: Terms) -> dict[str, Any]:
     rows = [
         {
             "devices": one.plan.machine.name,

@@ -16,26 +16,26 @@ _MOST_MB = 4096.0
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser(
+    command = subcommands.add_parser(
         "doctor",
         help="check this host; under torchrun check every pair of ranks",
         description=__doc__,
         epilog="Several ranks: torchrun ... -m fold3d doctor on each node, with the arguments of the training.",
     )
-    made.add_argument(
+    command.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="whose memory is copied and sent; default auto: GPUs where there are any",
     )
-    made.add_argument(
+    command.add_argument(
         "--size", type=float, default=16.0, metavar="MB", help="size of a message, a copy and a collective, default 16"
     )
-    made.add_argument(
+    command.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for a rank, default 60"
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    made.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

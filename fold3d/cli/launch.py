@@ -36,28 +36,28 @@ _OF_LAUNCH |= {"python": str, "env": list}
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser(
+    command = subcommands.add_parser(
         "launch",
         help="run a script on one or several hosts",
         description=__doc__,
         epilog="Several hosts: the working folder, the script and Python lie at the same paths on all of them. Check "
         "hosts and links first: fold3d launch --hosts A,B -n 4 -m fold3d doctor.",
     )
-    made.add_argument("script", nargs="?", help="the training script; may stand in the recipe instead")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="everything after the script")
-    made.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
-    made.add_argument("--config", metavar="FILE.toml", help="a recipe: tables [launch], [arguments] and [script]")
-    made.add_argument("--hosts", metavar="A,B,..", help="hosts to log in to by ssh; default: Slurm's, or this one")
-    made.add_argument("-n", "--nproc-per-node", type=int, metavar="N", help="processes per host; default: its GPUs")
-    made.add_argument(
+    command.add_argument("script", nargs="?", help="the training script; may stand in the recipe instead")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="everything after the script")
+    command.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    command.add_argument("--config", metavar="FILE.toml", help="a recipe: tables [launch], [arguments] and [script]")
+    command.add_argument("--hosts", metavar="A,B,..", help="hosts to log in to by ssh; default: Slurm's, or this one")
+    command.add_argument("-n", "--nproc-per-node", type=int, metavar="N", help="processes per host; default: its GPUs")
+    command.add_argument(
         "--port", type=int, help="port of the first host where processes meet; default 29500, in a Slurm job by its id"
     )
-    made.add_argument("--interface", metavar="NAME", help="network interface of every host, such as eth0")
-    made.add_argument("--env", action="append", metavar="NAME=VALUE", help="environment variable; may be repeated")
-    made.add_argument("--python", metavar="PATH", help="Python of every host; default: this one")
-    made.add_argument("--no-check", action="store_true", help="do not compare the environments of the hosts first")
-    made.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    made.set_defaults(run=run)
+    command.add_argument("--interface", metavar="NAME", help="network interface of every host, such as eth0")
+    command.add_argument("--env", action="append", metavar="NAME=VALUE", help="environment variable; may be repeated")
+    command.add_argument("--python", metavar="PATH", help="Python of every host; default: this one")
+    command.add_argument("--no-check", action="store_true", help="do not compare the environments of the hosts first")
+    command.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    command.set_defaults(run=run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,35 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from fold3d import __version__
-from fold3d.cli import cluster, cost, doctor, draw, launch, plan, schedules, simulate, trace, validate
+from fold3d.cli import cluster, cost, doctor, launch, plan, schedules, simulate, trace
 from fold3d.cli.answers import Answer
-from fold3d.cli.parser import Parser
-from fold3d.errors import Fold3dError
+from fold3d.errors import Fold3dError, did_you_mean
 
 _NEW_OBJECTS = 1_000_000
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, which suggests the nearest name for a misspelt command, option or choice.
+
+    Parsers of subcommands are of this class too: argparse takes that of their parent.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but an unknown option is an error of the subcommand that does not know it."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(name, self._option_string_actions)}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(one) for one in action.choices]
+            near = did_you_mean(str(value), names)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{near}")
 
 
 def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -23,13 +44,13 @@ def parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     Args:
         words: of the command line, if they are known: what takes long to list is then listed only if it is asked for.
     """
-    made = Parser(prog="fold3d", description=__doc__)
-    made.add_argument("--version", action="version", version=f"fold3d {__version__}")
-    subcommands = made.add_subparsers(metavar="COMMAND", required=True)
-    for module in (draw, schedules, validate, simulate, trace, doctor, launch, cluster, cost):
+    command = Parser(prog="fold3d", description=__doc__)
+    command.add_argument("--version", action="version", version=f"fold3d {__version__}")
+    subcommands = command.add_subparsers(metavar="COMMAND", required=True)
+    for module in (schedules, simulate, trace, doctor, launch, cluster, cost):
         module.add(subcommands)
     plan.add(subcommands, knobs=words is None or "plan" in words)
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,25 +7,26 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import cluster_option, model_option, rivals, tp_option
+from fold3d.cli import cluster_option, model_option, rivals
 from fold3d.cli.model_option import say as _say
-from fold3d.cli.tables import breakdown_table, columns, memory_table, rivals_of
+from fold3d.cli.rivals import rivals_of
+from fold3d.cli.tables import breakdown_table, columns, memory_table
 from fold3d.config import AUTO, DELAY_CORRECTIONS, ParallelConfig, text_of_bytes
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fold3d.cli.model_layers import ModelLayers
-    from fold3d.plan.constraints import Constraints
+    from fold3d.cli.model_option import ModelLayers
     from fold3d.plan.costs import Profile
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import TrainingJob
     from fold3d.plan.proposal import Proposal
     from fold3d.plan.search import Found, PlanProgress
     from fold3d.plan.space.mesh import Mesh, Tried
-    from fold3d.plan.strategy import Strategy
+    from fold3d.plan.strategy import Constraints, Strategy
 
 _MICRO_BATCHES = 8
 _RANKS_PER_HOST = 8
@@ -41,84 +42,68 @@ _OF_COST = 1e9
 
 def add(subcommands: Any, *, knobs: bool) -> None:
     """Adds the subcommand to the parser; its `knobs` only where they are asked for: their registry loads torch."""
-    made = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
-    model_option.add(made)
-    made.add_argument("-w", "--world-size", type=int, metavar="N", help="number of processes, one per device")
-    made.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
-    made.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
-    made.add_argument(
-        "-m",
-        "--micro-batches",
-        type=int,
-        metavar="M",
-        help="micro-batches per step and replica; default 8; not with auto",
-    )
-    made.add_argument(
-        "--global-micro-batches", type=int, metavar="M", help="micro-batches per step of all replicas; with auto"
-    )
-    made.add_argument(
+    command = subcommands.add_parser("plan", help="plan the training of a model on a cluster", description=__doc__)
+    model_option.add(command)
+    integer = partial(command.add_argument, type=int)
+    integer("-w", "--world-size", metavar="N", help="number of processes, one per device")
+    command.add_argument("-p", "--pp", type=_axis, default=1, help="pipeline stages, or auto; default 1")
+    command.add_argument("-t", "--tp", type=_axis, default=1, help="tensor-parallel ranks, or auto; default 1")
+    integer("-m", "--micro-batches", metavar="M", help="micro-batches per step and replica; default 8; not with auto")
+    integer("--global-micro-batches", metavar="M", help="micro-batches per step of all replicas; with auto")
+    integer(
         *("--ranks-per-host", "--gpus-per-host"),
-        type=int,
         metavar="N",
         help="GPUs per host; --tp auto stays within one; default 8. If given, the plan is compared with HSDP",
     )
-    made.add_argument("--batch", type=int, metavar="N", help="samples per micro-batch; default 1")
-    made.add_argument(
+    integer("--batch", metavar="N", help="samples per micro-batch; default 1")
+    integer(
         "--global-samples",
-        type=int,
         metavar="N",
         help="samples per step of all replicas; the planner then chooses --batch and the number of micro-batches",
     )
-    made.add_argument(
+    integer(
         "--tokens",
-        type=int,
         metavar="N",
         help=f"tokens per sample, for models with input_ids; default: the model's maximum, at most {_MOST_TOKENS}",
     )
-    made.add_argument(
+    command.add_argument(
         "--dtype", choices=cluster_option.DTYPES, help="dtype of weights and activations; default: the configuration's"
     )
-    made.add_argument(
+    command.add_argument(
         "--no-flush",
         action="store_true",
         help="do not drain the pipeline between steps (2BW); needs --gradient-delay 1, schedule 1f1b, one segment",
     )
-    made.add_argument(
+    command.add_argument(
         "--delay-correction",
         choices=DELAY_CORRECTIONS,
         default="none",
         help="correction for --gradient-delay 1; default none",
     )
-    made.add_argument("--memory-limit", metavar="SIZE", help="memory limit per process, such as 24GB; default: none")
-    made.add_argument(
+    command.add_argument("--memory-limit", metavar="SIZE", help="memory limit per process, such as 24GB; default: none")
+    command.add_argument(
         "--strategy",
         metavar="TEXT",
         help="text that an earlier plan printed behind 'strategy: ', or a file with it; predicts what it costs here",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    costs = made.add_argument_group("cluster")
-    costs.add_argument(
-        "--tflops",
-        type=float,
-        metavar="T",
-        help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak",
-    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    costs = command.add_argument_group("cluster")
+    number = partial(costs.add_argument, type=float)
+    number("--tflops", metavar="T", help="TFLOP/s that a device sustains; default 50, or 45 %% of --device's peak")
     costs.add_argument(
         "--measure", action="store_true", help="time the layers on this machine instead of assuming --tflops"
     )
-    costs.add_argument("--bandwidth", type=float, metavar="GBIT", help="bandwidth per process, each way; default 10")
-    costs.add_argument("--latency", type=float, metavar="US", help="latency of a message, in us; default 50")
-    costs.add_argument(
-        "--copy-bandwidth", type=float, metavar="GB", help="GB/s between device and host memory, each way; default 25"
-    )
+    number("--bandwidth", metavar="GBIT", help="bandwidth per process, each way; default 10")
+    number("--latency", metavar="US", help="latency of a message, in us; default 50")
+    number("--copy-bandwidth", metavar="GB", help="GB/s between device and host memory, each way; default 25")
     cluster_option.add(costs)
-    tp_option.add(costs)
-    made.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
-    made.set_defaults(run=run)
+    cluster_option.add_tp_link(costs)
+    command.add_argument("--planner", choices=rivals.PLANNERS, help="also print what this planner would choose")
+    command.set_defaults(run=run)
     if knobs:
         from fold3d.plan.space.registry import KNOBS
 
-        fixed = made.add_argument_group("settings to fix; the planner chooses the others")
+        fixed = command.add_argument_group("settings to fix; the planner chooses the others")
         for knob in KNOBS:
             names = {f"--{knob.name.replace('_', '-')}": None, f"--{knob.name}": None}  # as here, and as in the Trainer
             fixed.add_argument(*names, dest=knob.name, metavar="VALUE", help=knob.help)
@@ -132,7 +117,7 @@ def _axis(text: str) -> int | None:
 def run(options: argparse.Namespace) -> None:
     """Prints the planner's table, the strategy as text and the breakdown of a step; of several devices a table of what
     each comes to. Raises: ConfigError, TraceError."""
-    from fold3d.plan.memory.changes import predicted_curves
+    from fold3d.plan.memory_options import predicted_curves
 
     _say(f"reading {options.model}")
     of_devices = cluster_option.of_each_device(options)
@@ -172,8 +157,8 @@ def _answer(options: argparse.Namespace, known: ModelLayers | None = None) -> _P
     Args:
         known: the model's layers, recorded for another device.
     """
-    from fold3d.plan.constraints import Constraints
     from fold3d.plan.space.registry import KNOBS, constrained
+    from fold3d.plan.strategy import Constraints
 
     strategy = None if options.strategy is None else _given(options)
     _settle(options)
@@ -254,11 +239,11 @@ class _Speed:
 class _Planned:
     """What the planner was told and says, of the best mesh."""
 
-    job: Job
+    job: TrainingJob
     proposal: Proposal
     layers: _Layers
     options: argparse.Namespace
-    tried: Sequence[Tried] = ()
+    tried: Sequence[Tried[Mesh]] = ()
     """The meshes that were compared."""
     tables: Sequence[str] = ()
     """What else is to be said of the comparison."""
@@ -309,7 +294,7 @@ def _exposed_ms(proposal: Proposal) -> float:
     return max(one.exposed_tp_ms + one.exposed_pp_ms + one.exposed_dp_ms for one in proposal.prediction.ranks)
 
 
-def _against_rivals(options: argparse.Namespace, job: Job, proposal: Proposal, whole: Profile) -> list[str]:
+def _against_rivals(options: argparse.Namespace, job: TrainingJob, proposal: Proposal, whole: Profile) -> list[str]:
     """Returns how the plan compares with data parallelism of the whole model, a line each."""
     count, per_host = options.world_size, options.ranks_per_host
     if per_host is not None and 1 < count <= per_host:
@@ -332,18 +317,17 @@ def _planned(options: argparse.Namespace, constraints: Constraints, known: Model
     from fold3d.plan.space.mesh import Mesh, search_meshes
     from fold3d.trace.shadow import shared_shadows
 
-    fixed = options.tp is not None and options.pp is not None
-    if fixed:
-        _config(options, options.tp, options.pp).resolve_dp(options.world_size)
+    replicas = _replicas(options)
     with shared_shadows():  # of the model, which is the same for all meshes
         layers = _Layers(options, known)
-        if fixed:
-            mesh = _mesh(options)
+        if replicas is not None:
+            count = _config(options, options.tp, options.pp).micro_batches
+            mesh = Mesh(tp=options.tp, pp=options.pp, dp=replicas, micro_batches=count)
             job = layers.job(mesh)
             proposal = decide(job, constraints, lambda: True, progress=_Teller([mesh]))
             return _Planned(job=job, proposal=proposal, layers=layers, options=options)
 
-        def decided(jobs: list[Job]) -> list[Found]:
+        def decided(jobs: list[TrainingJob]) -> list[Found]:
             told = [Mesh(tp=job.tp, pp=job.pp, dp=job.dp, micro_batches=job.micro_batches) for job in jobs]
             return decide_jobs(jobs, constraints, lambda: True, progress=_Teller(told))
 
@@ -384,20 +368,23 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Plann
 
     Raises: ConfigError when no size divides the samples.
     """
-    from fold3d.plan.micro_batch_size import search_sizes
+    from fold3d.plan.micro_batch_size import search_sizes, sizes_of
 
     planned: dict[int, _Planned] = {}
+    replicas = _replicas(options)
+    samples, rest = divmod(options.global_samples, replicas or 1)
+    if rest or not samples:
+        raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas or 1} replicas")
 
-    def plan(size: int) -> tuple[Job, Proposal]:
-        if options.tp is None or options.pp is None:
+    def plan(size: int) -> tuple[TrainingJob, Proposal]:
+        if replicas is None:
             count = {"global_micro_batches": options.global_samples // size}
         else:
-            dp = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-            count = {"micro_batches": options.global_samples // (size * dp)}
+            count = {"micro_batches": options.global_samples // (size * replicas)}
         one = planned[size] = _planned(argparse.Namespace(**(vars(options) | count | {"batch": size})), constraints)
         return one.job, one.proposal
 
-    found = search_sizes(_sizes(options), plan)
+    found = search_sizes(sizes_of(samples, _MOST_SAMPLES), plan)
     lines = ["samples of a micro-batch  predicted step"]
     for one in found:
         needs = f"{text_of_bytes(one.proposal.memory_bytes)} on the fullest rank" + (
@@ -407,19 +394,6 @@ def _best_batch(options: argparse.Namespace, constraints: Constraints) -> _Plann
         lines.append(f"{one.size:<24}  {one.proposal.step_ms:9.1f} ms  {count} micro-batches, {needs}")
     best = planned[found[0].size]
     return replace(best, tables=[*lines, *best.tables])
-
-
-def _sizes(options: argparse.Namespace) -> list[int]:
-    """Returns the numbers of samples to try of a micro-batch, the largest first: they divide what a replica gets."""
-    from fold3d.plan.micro_batch_size import sizes_of
-
-    replicas = 1
-    if options.tp is not None and options.pp is not None:
-        replicas = _config(options, options.tp, options.pp).resolve_dp(options.world_size)
-    samples, rest = divmod(options.global_samples, replicas)
-    if rest or not samples:
-        raise ConfigError(f"--global-samples={options.global_samples} cannot be divided by {replicas} replicas")
-    return sizes_of(samples, _MOST_SAMPLES)
 
 
 def _given(options: argparse.Namespace) -> Strategy:
@@ -498,12 +472,11 @@ def _config(options: argparse.Namespace, tp: int, pp: int, micro_batches: int | 
     )
 
 
-def _mesh(options: argparse.Namespace) -> Mesh:
-    from fold3d.plan.space.mesh import Mesh
-
-    config = _config(options, options.tp, options.pp)
-    dp = config.resolve_dp(options.world_size)
-    return Mesh(tp=options.tp, pp=options.pp, dp=dp, micro_batches=config.micro_batches)
+def _replicas(options: argparse.Namespace) -> int | None:
+    """Returns how many replicas there are; None where the mesh is open. Raises: ConfigError for one that cannot be."""
+    if options.tp is None or options.pp is None:
+        return None
+    return _config(options, options.tp, options.pp).resolve_dp(options.world_size)
 
 
 def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
@@ -520,7 +493,7 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
     )
 
 
-def _mesh_table(tried: Sequence[Tried], layers: _Layers) -> str:
+def _mesh_table(tried: Sequence[Tried[Mesh]], layers: _Layers) -> str:
     """Returns what was tried, the best first."""
     shown = tried[:_MESHES_SHOWN]
     width = max(len(one.mesh.name) for one in shown)
@@ -546,7 +519,7 @@ class _Layers:
         known: of the same model and micro-batch.
         """
         self._options = options
-        self._link = tp_option.link_of(options, has_tp=options.tp != 1)
+        self._link = cluster_option.link_of(options, has_tp=options.tp != 1)
         self._layers = known or _recorded(options)
         self.example, self.trace = self._layers.example, self._layers.trace
         self.whole = self._layers.profile(options.tflops * 1e12)
@@ -556,9 +529,9 @@ class _Layers:
         """For another cluster."""
         return self._layers
 
-    def job(self, mesh: Mesh) -> Job:
+    def job(self, mesh: Mesh) -> TrainingJob:
         """Returns what the planner is told. Raises: ConfigError when the model cannot be shared out so."""
-        from fold3d.plan.hosts import Hosts, Link
+        from fold3d.plan.job import HostLink, Hosts
         from fold3d.schedule import style_of
 
         options = self._options
@@ -567,7 +540,7 @@ class _Layers:
         hosts = options.placement
         if hosts is None:  # links are said per process
             latency, bandwidth = options.latency / 1e6, options.bandwidth * 1e9 / 8
-            hosts = Hosts(per_host=1, between=Link(bandwidth, latency), within=Link(bandwidth, latency))
+            hosts = Hosts(per_host=1, between=HostLink(bandwidth, latency), within=HostLink(bandwidth, latency))
             more = {"network": replace(hosts.network(options.world_size, 1), **self._link)}
         return self._layers.job(
             mesh,
@@ -636,7 +609,7 @@ def _recorded(options: argparse.Namespace) -> ModelLayers:
     """Returns the model's layers, and prints what it is."""
     import torch
 
-    from fold3d.cli.model_layers import ModelLayers
+    from fold3d.cli.model_option import ModelLayers
 
     model, example = model_option.load(options)
     if options.dtype is not None:

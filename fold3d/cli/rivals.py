@@ -1,9 +1,12 @@
-"""`fold3d plan --planner`: what PipeDream, PipeDream-2BW or PTD-P would choose, beside what fold3d does."""
+"""What a plan is compared with: DDP and HSDP; and with `fold3d plan --planner` what PipeDream, PipeDream-2BW or PTD-P
+would choose.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fold3d.cli import model_option
@@ -12,12 +15,12 @@ from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from fold3d.plan.costs import Profile
-    from fold3d.plan.job import Job
+    from fold3d.plan.job import TrainingJob
 
 PLANNERS = ("pipedream", "2bw", "ptd-p")
 
 
-def lines(planner: str, options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def lines(planner: str, options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     """Returns what a planner chooses for the job's processes, a line each.
 
     Args:
@@ -38,16 +41,16 @@ def _per_host(options: argparse.Namespace) -> int:
     return int(min(per_host, options.world_size))
 
 
-def _samples(options: argparse.Namespace, job: Job) -> tuple[int, int]:
+def _samples(options: argparse.Namespace, job: TrainingJob) -> tuple[int, int]:
     """Returns the samples of a micro-batch, and of a step."""
     micro_batches = job.dp * job.micro_batches
     size = options.batch or (1 if options.global_samples is None else options.global_samples // micro_batches)
     return size, size * micro_batches
 
 
-def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _pipedream(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.placement.layers import chunk_layers
-    from fold3d.rivals import COSTS, Level, Row, pipedream
+    from fold3d.rivals import COSTS, LayerRow, Level, pipedream
 
     blocks = len(job.trace.blocks)
     weights = [0] * blocks
@@ -57,7 +60,7 @@ def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[st
     seconds = [forward + backward for forward, backward in zip(whole.forward, whole.backward, strict=True)]
     seconds[1] += seconds[0]
     seconds[-2] += seconds[-1]
-    row = Row(
+    row = LayerRow(
         names=tuple(job.trace.blocks),
         seconds=tuple(seconds[1:-1]),
         sent_bytes=tuple(map(float, whole.activation_bytes)),
@@ -79,7 +82,7 @@ def _pipedream(options: argparse.Namespace, job: Job, whole: Profile) -> list[st
     return found
 
 
-def _two_bw(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _two_bw(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.rivals import EqualBlocks, two_bw
 
     size, batch = _samples(options, job)
@@ -110,7 +113,7 @@ def _two_bw(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
     ]
 
 
-def _ptd_p(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
+def _ptd_p(options: argparse.Namespace, job: TrainingJob, whole: Profile) -> list[str]:
     from fold3d.rivals import Transformer, ptd_p
 
     config = getattr(model_option.load(options)[0], "config", None)
@@ -133,3 +136,77 @@ def _ptd_p(options: argparse.Namespace, job: Job, whole: Profile) -> list[str]:
         f"PTD-P: t={plan.t} p={plan.p} d={plan.d}, {plan.b} samples a micro-batch, blocks recomputed; "
         f"{text_of_bytes(round(plan.memory_bytes))} a GPU by its formulas"
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """DDP or HSDP which accumulates its micro-batches and reduces in the backward of the last; milliseconds of a step.
+
+    What stays inside of a host is free of charge, and nothing costs more than its bytes: a bound that favours it.
+    """
+
+    name: str
+    compute_ms: float
+    """With the optimizer's update."""
+    window_ms: float
+    """The backward that its sum can hide beneath."""
+    sum_ms: float
+    """Of all gradients, between hosts."""
+
+    @property
+    def exposed_ms(self) -> float:
+        """What of the sum is not hidden."""
+        return max(0.0, self.sum_ms - self.window_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Of the whole step."""
+        return self.compute_ms + self.exposed_ms
+
+    def against(self, step_ms: float) -> str:
+        """Returns a sentence: how a plan of `step_ms` compares, and from which time of the sum on it is ahead."""
+        even = max(0.0, step_ms - self.compute_ms + self.window_ms)
+        verdict = "" if step_ms < self.step_ms else f": take {self.name} if the model fits"
+        return (
+            f"{self.name} takes at least {self.step_ms:.1f} ms = compute {self.compute_ms:.1f} + exposed sums "
+            f"{self.exposed_ms:.1f}; this plan takes {step_ms / self.step_ms:.2f} of that{verdict}. "
+            f"It is ahead where the sums take more than {even:.1f} ms (here {self.sum_ms:.1f})"
+        )
+
+
+def rivals_of(
+    whole: Profile,
+    *,
+    bandwidth: float,
+    processes: int,
+    micro_batches: int,
+    ranks_per_host: int | None,
+    card: float | None = None,
+) -> tuple[Rival, ...]:
+    """Returns DDP and, where the hosts are known and several, HSDP.
+
+    Args:
+        whole: costs of the model with no weight shared out.
+        bandwidth: bytes per second that a process sends to other hosts, while all do.
+        card: those of a host, which DDP's ring passes once; None: nobody knows more than `bandwidth`.
+        micro_batches: of a step, all together.
+        ranks_per_host: that HSDP shards between; None: nobody knows.
+    """
+    gradients = sum(whole.gradient_bytes.values())
+    share = micro_batches / processes
+    forward, backward = 1e3 * sum(whole.forward), 1e3 * sum(whole.backward)
+    names = {"DDP": 1} | ({"HSDP": ranks_per_host} if ranks_per_host and ranks_per_host > 1 else {})
+    found = []
+    for name, shards in names.items():
+        hosts = processes / shards
+        if hosts > 1:
+            sent = 2 * (hosts - 1) / hosts * gradients / shards
+            found.append(
+                Rival(
+                    name=name,
+                    compute_ms=share * (forward + backward) + 1e3 * whole.update_seconds * gradients / shards,
+                    window_ms=min(1.0, share) * backward,
+                    sum_ms=1e3 * sent / (card if card is not None and shards == 1 else bandwidth),
+                )
+            )
+    return tuple(found)

@@ -7,16 +7,17 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fold3d.cli import schedule_option, tp_option
-from fold3d.cli.parser import picture
+from fold3d.cli import cluster_option
+from fold3d.cli.schedules import add_schedule, picture, recompute_of, schedule_of, title_of
 from fold3d.cli.tables import breakdown_table, memory_table
 from fold3d.config import DP_SYNC_DTYPES, SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fold3d.plan.memory.model import StageMemory
+    from fold3d.plan.memory import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.schedule import Schedule
 
@@ -26,27 +27,19 @@ _MOST = 1e9
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
-    schedule_option.add(made)
-    work = made.add_argument_group("work of one stage, all its segments together")
-    work.add_argument(
-        "--forward", type=float, default=10.0, metavar="MS", help="forward time of a micro-batch; default 10"
-    )
-    work.add_argument(
-        "--backward", type=float, metavar="MS", help="backward time of a micro-batch; default 2 x --forward"
-    )
+    command = subcommands.add_parser("simulate", help="predict a training step on a cluster", description=__doc__)
+    add_schedule(command)
+    work = command.add_argument_group("work of one stage, all its segments together")
+    of_work = partial(work.add_argument, type=float)
+    of_work("--forward", default=10.0, metavar="MS", help="forward time of a micro-batch; default 10")
+    of_work("--backward", metavar="MS", help="backward time of a micro-batch; default 2 x --forward")
     work.add_argument("--layers", type=int, metavar="N", help="number of layers; default 2 per segment")
-    work.add_argument(
-        "--activation",
-        type=float,
-        default=1.0,
-        metavar="MB",
-        help="activation sent to the next stage per micro-batch; default 1",
+    of_work(
+        "--activation", default=1.0, metavar="MB", help="activation sent to the next stage per micro-batch; default 1"
     )
-    work.add_argument("--gradients", type=float, default=100.0, metavar="MB", help="gradients of a stage; default 100")
-    work.add_argument(
+    of_work("--gradients", default=100.0, metavar="MB", help="gradients of a stage; default 100")
+    of_work(
         "--saved",
-        type=float,
         metavar="MB",
         help="memory kept per micro-batch from forward to backward; prints the memory of a step (AdamW, fp32)",
     )
@@ -56,96 +49,88 @@ def add(subcommands: Any) -> None:
         default=1,
         help="tensor-parallel ranks; each layer has two all-reduces of --activation, each way",
     )
-    cluster = made.add_argument_group("cluster")
-    tp_option.add(cluster)
+    cluster = command.add_argument_group("cluster")
+    of_cluster = partial(cluster.add_argument, type=float)
+    cluster_option.add_tp_link(cluster)
     cluster.add_argument(
         "--tp-overlap", metavar="WAY", help="how tensor-parallel sums are hidden: sub, none or auto; default auto"
     )
     cluster.add_argument("--dp", type=int, default=2, help="replicas; default 2")
-    cluster.add_argument(
-        "--bandwidth", type=float, default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10"
-    )
-    cluster.add_argument("--latency", type=float, default=50.0, metavar="US", help="latency of a message; default 50")
+    of_cluster("--bandwidth", default=10.0, metavar="GBIT", help="bandwidth per host, each way; default 10")
+    of_cluster("--latency", default=50.0, metavar="US", help="latency of a message; default 50")
     cluster.add_argument(
         "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a network card; default 1"
     )
-    cluster.add_argument(
-        "--chunk", type=float, default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1"
-    )
-    cluster.add_argument(
-        "--copy-bandwidth",
-        type=float,
-        default=25.0,
-        metavar="GB",
-        help="GB/s between device and pool, each way; default 25",
+    of_cluster("--chunk", default=1.0, metavar="MB", help="slice of DP.sync, after which it can pause; default 1")
+    of_cluster(
+        "--copy-bandwidth", default=25.0, metavar="GB", help="GB/s between device and pool, each way; default 25"
     )
     cluster.add_argument(
         "--no-preempt", action="store_true", help="do not pause DP.sync: PP.sync waits for whole buckets"
     )
-    made.add_argument(
+    command.add_argument(
         "--dp-sync", choices=SIMULATED_DP_SYNC, default="zero1", help="how DP.sync is hidden; default zero1"
     )
-    made.add_argument(
+    command.add_argument(
         "--dp-sync-dtype",
         choices=DP_SYNC_DTYPES,
         default="float32",
         help="dtype in which gradients are sent; default float32",
     )
-    made.add_argument(
+    command.add_argument(
         "--gradient-delay",
         type=int,
         choices=(0, 1),
         default=0,
         help="1: apply gradients one step later, so that DP.sync has a full step; default 0",
     )
-    made.add_argument(
+    command.add_argument(
         "--no-flush",
         action="store_true",
         help="do not drain the pipeline between steps (PipeDream-2BW); with 1f1b and --gradient-delay 1",
     )
-    made.add_argument(
+    command.add_argument(
         "--bucket", type=float, metavar="MB", help="least gradients per bucket; default: one bucket per layer"
     )
-    made.add_argument(
+    command.add_argument(
         "--recompute", metavar="CHUNKS", help="chunks to recompute: full, or one word per chunk, such as full/none"
     )
-    made.add_argument(
+    command.add_argument(
         "--offload",
         default="none",
         metavar="WHAT",
         help="activations to offload, with --saved: boundaries (inputs of recomputed chunks), activations (all), or "
         "activations:50%% (of half of the micro-batches)",
     )
-    made.add_argument(
+    command.add_argument(
         *("--picture", "--png"),
         dest="picture",
         type=picture,
         metavar="FILE",
         help="draw the step's timeline: .png, .svg or .pdf",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    made.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints the breakdown of the simulated step. Raises: ConfigError for values that do not fit each other."""
     from fold3d import schedule as schedules
     from fold3d.offload import Offload
-    from fold3d.plan.cluster_model import Cluster, Work
+    from fold3d.plan.cluster_model import ClusterCosts, Work
     from fold3d.plan.costs import NetworkCosts, TpExchange
-    from fold3d.plan.memory.model import even_curves, even_stashes
-    from fold3d.plan.memory.spared import Spared
+    from fold3d.plan.memory import Spared, even_curves, even_stashes
     from fold3d.plan.simulator import predict
     from fold3d.plan.space.dp_sync import gradient_share
-    from fold3d.plan.space.tp_times import even_regions, layers_seconds
+    from fold3d.plan.space.tp_overlap import even_regions, layers_seconds
     from fold3d.recompute import Choice, Recompute
 
     if options.picture and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--picture needs matplotlib, which is not installed: pip install matplotlib")
     _check_sizes(options)
-    schedule = schedule_option.schedule_of(options, "simulate")
+    schedule = schedule_of(options, "simulate")
     schedules.validate(schedule)
-    again = schedule_option.recompute_of(options, schedule)
+    again = recompute_of(options, schedule)
     if options.saved is not None and not options.saved >= 0:
         raise ConfigError(f"--saved is {options.saved:g}; it cannot be negative")
     leaves = Offload.parse(options.offload)
@@ -165,7 +150,7 @@ def run(options: argparse.Namespace) -> None:
     layers = 2 * schedule.segments if options.layers is None else options.layers
     if options.tp < 1:
         raise ConfigError(f"--tp is {options.tp}; it must be positive")
-    link, overlap = tp_option.link_of(options, has_tp=options.tp > 1), tp_option.overlap_of(options)
+    link, overlap = cluster_option.link_of(options, has_tp=options.tp > 1), cluster_option.overlap_of(options)
     network = NetworkCosts(pp_latency=0.0, pp_bandwidth=1.0, dp_bandwidth=1.0, hop_latency=0.0, **link)
     sums = [TpExchange(round(options.activation * 1e6))] * 2
 
@@ -191,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
     saved = 0 if options.saved is None else round(options.saved * 1e6)
     if moves:
         work = replace(work, stash_bytes=even_stashes(work, schedule.pp, saved, again))
-    cluster = Cluster(
+    cluster = ClusterCosts(
         dp=options.dp,
         bandwidth=options.bandwidth * 1e9 / 8,
         latency=options.latency / 1e6,
@@ -229,7 +214,7 @@ def _show(
     if options.picture:
         from fold3d.observe.timeline_picture import write_picture
 
-        title = f"{schedule_option.title_of(options)}, {options.dp_sync}: simulated"
+        title = f"{title_of(options)}, {options.dp_sync}: simulated"
         write_picture(options.picture, prediction.records, pp=schedule.pp, title=title, simulated=prediction.ranks)
         if not options.json:
             print(options.picture)

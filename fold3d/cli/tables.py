@@ -1,11 +1,8 @@
-"""Tables that commands print: where a step's time goes, its memory, how weights are divided, what a plan is compared
-with.
-"""
+"""Tables that commands print: where a step's time goes, its memory, how weights are divided."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fold3d.cli.model_option import size
@@ -13,8 +10,7 @@ from fold3d.cli.model_option import size
 if TYPE_CHECKING:
     from torch import nn
 
-    from fold3d.plan.costs import Profile
-    from fold3d.plan.memory.model import StageMemory
+    from fold3d.plan.memory import StageMemory
     from fold3d.plan.simulator import Prediction
     from fold3d.splitting.overrides import Row
     from fold3d.trace import Trace
@@ -46,7 +42,7 @@ _WIDTH = 60
 def memory_table(curves: Sequence[StageMemory]) -> str:
     """Returns a line for each stage: the bytes on its device over the step, the most, and what takes it."""
     from fold3d.config import text_of_bytes
-    from fold3d.plan.memory.model import peaks_of
+    from fold3d.plan.memory import peaks_of
 
     end = max(curve.points[-1].time_ns for curve in curves)
     most = max(curve.peak.device for curve in curves)
@@ -100,86 +96,17 @@ def sharding_table(
     return found, below
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rival:
-    """DDP or HSDP which accumulates its micro-batches and reduces in the backward of the last; milliseconds of a step.
-
-    What stays inside of a host is free of charge, and nothing costs more than its bytes: a bound that favours it.
-    """
-
-    name: str
-    compute_ms: float
-    """With the optimizer's update."""
-    window_ms: float
-    """The backward that its sum can hide beneath."""
-    sum_ms: float
-    """Of all gradients, between hosts."""
-
-    @property
-    def exposed_ms(self) -> float:
-        """What of the sum is not hidden."""
-        return max(0.0, self.sum_ms - self.window_ms)
-
-    @property
-    def step_ms(self) -> float:
-        """Of the whole step."""
-        return self.compute_ms + self.exposed_ms
-
-    def against(self, step_ms: float) -> str:
-        """Returns a sentence: how a plan of `step_ms` compares, and from which time of the sum on it is ahead."""
-        even = max(0.0, step_ms - self.compute_ms + self.window_ms)
-        verdict = "" if step_ms < self.step_ms else f": take {self.name} if the model fits"
-        return (
-            f"{self.name} takes at least {self.step_ms:.1f} ms = compute {self.compute_ms:.1f} + exposed sums "
-            f"{self.exposed_ms:.1f}; this plan takes {step_ms / self.step_ms:.2f} of that{verdict}. "
-            f"It is ahead where the sums take more than {even:.1f} ms (here {self.sum_ms:.1f})"
-        )
-
-
-def rivals_of(
-    whole: Profile,
-    *,
-    bandwidth: float,
-    processes: int,
-    micro_batches: int,
-    ranks_per_host: int | None,
-    card: float | None = None,
-) -> tuple[Rival, ...]:
-    """Returns DDP and, where the hosts are known and several, HSDP.
+def columns(rows: Sequence[tuple[str, ...]], *, numbers: bool = True) -> list[str]:
+    """Returns the rows, the header first, with columns of equal width: words to the left, numbers to the right.
 
     Args:
-        whole: costs of the model with no weight shared out.
-        bandwidth: bytes per second that a process sends to other hosts, while all do.
-        card: those of a host, which DDP's ring passes once; None: nobody knows more than `bandwidth`.
-        micro_batches: of a step, all together.
-        ranks_per_host: that HSDP shards between; None: nobody knows.
+        numbers: all columns but the first one are.
     """
-    gradients = sum(whole.gradient_bytes.values())
-    share = micro_batches / processes
-    forward, backward = 1e3 * sum(whole.forward), 1e3 * sum(whole.backward)
-    names = {"DDP": 1} | ({"HSDP": ranks_per_host} if ranks_per_host and ranks_per_host > 1 else {})
-    found = []
-    for name, shards in names.items():
-        hosts = processes / shards
-        if hosts > 1:
-            sent = 2 * (hosts - 1) / hosts * gradients / shards
-            found.append(
-                Rival(
-                    name=name,
-                    compute_ms=share * (forward + backward) + 1e3 * whole.update_seconds * gradients / shards,
-                    window_ms=min(1.0, share) * backward,
-                    sum_ms=1e3 * sent / (card if card is not None and shards == 1 else bandwidth),
-                )
-            )
-    return tuple(found)
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns the rows, the header first, with columns of equal width: words to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs)
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+        for row in rows
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d.cli import model_option
 from fold3d.cli.model_option import count, size
-from fold3d.cli.tables import sharding_table
+from fold3d.cli.tables import columns, sharding_table
 from fold3d.config import parse_tp_plan
 from fold3d.errors import ConfigError
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 def add(subcommands: Any) -> None:
     """Adds the subcommand to the parser."""
-    made = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
-    model_option.add(made)
-    made.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
-    made.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
-    made.add_argument(
+    command = subcommands.add_parser("trace", help="show the blocks of a model and their cost", description=__doc__)
+    model_option.add(command)
+    command.add_argument("-p", "--pp", type=int, help="pipeline stages; also prints the chunks")
+    command.add_argument("-s", "--segments", type=int, help="segments, each cut into pp chunks; also prints the chunks")
+    command.add_argument(
         "-t", "--tp", type=int, help="tensor-parallel ranks; also prints how each weight is divided, and why"
     )
-    made.add_argument(
+    command.add_argument(
         "--tp-plan", metavar="JSON", help='overrides for modules, such as {"mlp.gate": "replicate"}; with --tp'
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    made.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,20 +73,10 @@ def run(options: argparse.Namespace) -> None:
     if sharding is not None:
         rows, below = sharding
         print()
-        _print_rows(
-            ("module", "split", "whole", "a rank", ""),
-            [(row.name, row.split, size(row.whole), size(row.rank), row.reason) for row in rows],
-        )
-        for line in below:
-            print(line)
+        cells = [(row.name, row.split, size(row.whole), size(row.rank), row.reason) for row in rows]
+        print("\n".join([*columns([("module", "split", "whole", "a rank", ""), *cells], numbers=False), *below]))
     if chunks is not None:
         _print_chunks(chunks)
-
-
-def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    for row in [header, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _blocks(traced: Trace) -> list[dict[str, Any]]:
@@ -135,7 +125,8 @@ def _print_blocks(traced: Trace) -> None:
     from fold3d.trace.model_trace import stack_of
 
     print()
-    _print_rows(("block", "name", "parameters", "FLOPs", "received", ""), _collapsed(_blocks(traced)))
+    head = ("block", "name", "parameters", "FLOPs", "received", "")
+    print("\n".join(columns([head, *_collapsed(_blocks(traced))], numbers=False)))
     if len(traced.stacks) > 1:
         named = (f"{stack_of(traced.blocks[lo]) or 'the model itself'} ({lo}..{hi - 1})" for lo, hi in traced.stacks)
         print(f"stacks: {', '.join(named)}")
@@ -178,4 +169,5 @@ def _print_chunks(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     ]
     print()
-    _print_rows(("chunk", "segment", "stage", "blocks", "parameters", "FLOPs"), texts)
+    head = ("chunk", "segment", "stage", "blocks", "parameters", "FLOPs")
+    print("\n".join(columns([head, *texts], numbers=False)))

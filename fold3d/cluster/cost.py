@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d.cluster.deadline import Due, Market, Mixture, mixture
+from fold3d.cluster.devices import Machine
 from fold3d.cluster.jobs import Option
-from fold3d.cluster.prices import Machine
 from fold3d.cluster.rates import Estimate, Measured, estimate
 
 _HOUR = 3600.0
@@ -16,7 +16,7 @@ GREEDY, UNIFORM = "greedy", "uniform progress"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class MachinePlan:
     """What the planner says of a model on some machines."""
 
     machine: Machine
@@ -36,7 +36,7 @@ class Plan:
 class Offer:
     """What the training costs on some machines. Money is in the unit of the prices."""
 
-    plan: Plan
+    plan: MachinePlan
     known: Estimate
     """Tokens per second."""
     hours: float
@@ -74,7 +74,7 @@ class Terms:
     draws: int = 1000
 
 
-def estimates(plans: Sequence[Plan], measured: Measured) -> list[Estimate]:
+def estimates(plans: Sequence[MachinePlan], measured: Measured) -> list[Estimate]:
     """Returns the rate of each plan with its error: measured where `rates.json` has it, else predicted, and corrected
     by what was measured elsewhere. Raises: ConfigError for measurements in another unit.
     """
@@ -83,7 +83,7 @@ def estimates(plans: Sequence[Plan], measured: Measured) -> list[Estimate]:
     return [known[option] for option in options]
 
 
-def offers(plans: Sequence[Plan], measured: Measured, terms: Terms) -> list[Offer]:
+def offers(plans: Sequence[MachinePlan], measured: Measured, terms: Terms) -> list[Offer]:
     """Returns what each plan costs: those that meet the deadline first, by what they cost; then those that are too
     slow, the fastest first. Plans that cannot run are left out. Raises: ConfigError.
     """
@@ -91,7 +91,7 @@ def offers(plans: Sequence[Plan], measured: Measured, terms: Terms) -> list[Offe
     return sorted(found, key=lambda one: (not one.meets, one.best[1] if one.meets else one.hours))
 
 
-def _offer(plan: Plan, known: Estimate, terms: Terms) -> Offer:
+def _offer(plan: MachinePlan, known: Estimate, terms: Terms) -> Offer:
     machine, work = plan.machine, terms.tokens / known.rate / _HOUR
     price = machine.price * machine.count
     at_worst = work * math.exp(known.error) + terms.restart

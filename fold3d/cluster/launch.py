@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fold3d.cluster.cost import Offer
+from fold3d.cluster.slurm.commands import options, script
 from fold3d.cluster.slurm.folder import On, Wish
-from fold3d.cluster.slurm.script import options, script
 
 PREEMPTED = 75
 """The status with which the script of SkyPilot's task ends when the training was asked to end: EX_TEMPFAIL."""
@@ -51,7 +51,10 @@ def skypilot(offers: Sequence[Offer], command: Sequence[str], output: str) -> st
                 said = f"accelerators: {machine.accelerator}:{machine.gpus}, use_spot: {is_spot}{infra}"
                 entries.append((offer.hours * price, f"    - {{{said}}}"))
     # As the driver calls them, the longest first: *A100*80* is also *A100*, and *L40S* also *L4*.
-    names = sorted(((f"*{one.plan.machine.device.upper().replace('-', '*')}*", one) for one in mine), key=_by_length)
+    names = sorted(
+        ((f"*{one.plan.machine.device.upper().replace('-', '*')}*", one) for one in mine),
+        key=lambda case: -len(case[0]),
+    )
     cases = "\n".join(f"    {name}) FLAGS={shlex.quote(one.plan.flags)} ;;" for name, one in names)
     node = '--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK"'
     return f"""# Written by fold3d cost. sky jobs launch FILE
@@ -75,10 +78,6 @@ run: |
   if [ -e {shlex.quote(output)}/preempted.json ]; then exit {PREEMPTED}; fi
   exit $STATUS
 """
-
-
-def _by_length(case: tuple[str, Offer]) -> int:
-    return -len(case[0])
 
 
 def estimator(offers: Sequence[Offer], model: str, tokens: float) -> str:

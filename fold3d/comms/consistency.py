@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.comms.family import as_bytes
-from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.tree_group import TreeGroup, as_bytes
 from fold3d.comms.world_group import WorldGroup
-from fold3d.errors import ConfigError, Fold3dError, RankError
+from fold3d.errors import CheckpointError, ConfigError, Fold3dError, RankError
 from fold3d.topology import Topology
 
 _SAMPLE = 1024
@@ -131,6 +130,32 @@ def all_or_none(world: WorldGroup) -> Iterator[None]:
     except Exception as own:
         error = own
     agree(world, 0, error)
+
+
+@contextlib.contextmanager
+def together(what: str, world: WorldGroup, patience: float) -> Iterator[None]:
+    """Runs the body and meets the other ranks at its end; raises on all of them when the body raised on one.
+
+    Args:
+        what: what is being done, for the message, e.g. "saving checkpoint-100".
+        world: the ranks that run this block, all of them must.
+        patience: seconds to wait for the others, who may be writing a large model; the time limit of steps does not
+            count here.
+    Raises: the rank's own exception where the body raised, CheckpointError naming that rank elsewhere.
+    """
+    text = ""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:  # held back until the others have arrived: they would wait for this rank
+        text, error = f"{type(own).__name__}: {own}", own
+    first = world.decide(
+        text, lambda texts: next(((k, one) for k, one in enumerate(texts) if one), None), timeout=patience
+    )
+    if error is not None:
+        raise error
+    if first is not None:
+        raise CheckpointError(f"{what} failed on rank {first[0]}: {first[1]}")
 
 
 def samples_of_values(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -27,16 +28,21 @@ def local_address() -> str:
     That of the interface GLOO_SOCKET_IFNAME if it is set, as for torch's own gloo groups; else the address this machine
     would use to reach MASTER_ADDR; else the loopback address.
     """
-    interface = socket_interface()
+    interface, master = socket_interface(), os.environ.get("MASTER_ADDR")
+    if interface:
+        return address_of(interface)
+    if not master:
+        return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        master = os.environ.get("MASTER_ADDR")
-        if not master:
-            return "127.0.0.1"
         probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
         return str(probe.getsockname()[0])
+
+
+def address_of(interface: str) -> str:
+    """Returns the IPv4 address of a network interface. Raises: OSError where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def host_identity() -> str:
@@ -70,7 +76,9 @@ def nearest_cards(device: torch.device, sysfs: Path = SYSFS) -> str:
     if address is None:
         return ""
     way = _way(sysfs / "bus/pci/devices" / address)
-    common = {name: _common(way, place) for name, place in _cards(sysfs).items()}
+    # How many bridges the ways of card and device share, from the root on.
+    pairs = {name: zip(way, place, strict=False) for name, place in _cards(sysfs).items()}
+    common = {name: len(list(takewhile(lambda pair: pair[0] == pair[1], both))) for name, both in pairs.items()}
     most = max(common.values(), default=0)
     return "+".join(sorted(name for name, count in common.items() if count == most)) if way else ""
 
@@ -88,7 +96,7 @@ def _cards(sysfs: Path) -> dict[str, list[str]]:
 
 def _is_up(card: Path) -> bool:
     ports = [*card.glob("ports/*/state"), *card.glob("operstate")]
-    return any(_read(port).split(": ")[-1].lower() in ("active", "up", "unknown") for port in ports)
+    return any(read_line(port).split(": ")[-1].lower() in ("active", "up", "unknown") for port in ports)
 
 
 def _is_meant(name: str, setting: str) -> bool:
@@ -106,12 +114,8 @@ def _way(place: Path) -> list[str]:
     return [part for part in parts if ":" in part]
 
 
-def _common(one: list[str], other: list[str]) -> int:
-    """Returns how many of the first bridges two ways share."""
-    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _read(path: Path) -> str:
+def read_line(path: Path) -> str:
+    """Returns what the system says in a file of one line; "" where there is none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -81,7 +81,8 @@ def new_group(
     """
     library = library_of(device) if is_accelerator(device) else None
     # Of the backends that are registered with torch and not torch's own, a group can have one: here the device's.
-    own_thread = own_thread or (library is not None and _is_registered(library))
+    kind = None if library is None else dist.Backend.backend_type_map.get(library)
+    own_thread = own_thread or kind == dist.ProcessGroup.BackendType.CUSTOM
     with kept_from_children(), contextlib.nullcontext() if own_thread else _registered():
         backend = "gloo" if own_thread else _NAME
         if library is not None:
@@ -111,10 +112,6 @@ def _urgent(library: str | None) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return options
-
-
-def _is_registered(library: str) -> bool:
-    return bool(dist.Backend.backend_type_map.get(library) == dist.ProcessGroup.BackendType.CUSTOM)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,172 @@
-"""TreeGroup: collectives of small values, whose connections per process do not grow with the number of ranks."""
+"""TreeGroup: collectives of small values, whose connections per process do not grow with the number of ranks; Tree: who
+meets whom in them; Family: ranks that are directly connected.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.utils._pytree import tree_map_only
 
-from fold3d.comms.family import Family, as_bytes
-from fold3d.comms.tree import Tree
+from fold3d.comms import abortable_collectives
+from fold3d.comms.shared_gloo import connect_few
 from fold3d.faults.progress import Progress
+
+
+class Family:
+    """Some ranks with gloo connections of their own, each with each; the first of them is the top.
+
+    All of them construct it and make the same calls in the same order. What travels is bytes in host memory.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str, timeout: float):
+        """Args:
+        ranks: in the job, two or more, with `rank`, this process's, among them.
+        name: the same for all of them, given to no other family of the job's store.
+        timeout: seconds until a rank that does not come is an error.
+        Raises: DistNetworkError when one does not come.
+        """
+        self._ranks, self._own = list(ranks), list(ranks).index(rank)
+        self._waits = False  # a call that was given up is still under way
+        self._group: Any = None
+        try:
+            self._group = connect_few(name, self._own, len(ranks), timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise dist.DistNetworkError(f"{self._others()} did not connect within {timeout:g} s: {error}") from error
+        # gloo is done with this rank before the others are done with it: one that closes at once would fail them.
+        self.sizes(0, timeout, Progress())
+
+    def gather(self, block: Tensor, timeout: float, progress: Progress) -> list[Tensor]:
+        """Returns everybody's `block`, uint8 and of one size, in the order of the ranks, at the top; else nothing."""
+        options = dist.GatherOptions()
+        options.rootRank, options.timeout = 0, timedelta(seconds=timeout)
+        blocks = [torch.empty_like(block) for _ in self._ranks] if self._own == 0 else []
+        self._finish(lambda: self._group.gather([blocks] if blocks else [], [block], options), timeout, progress)
+        return blocks
+
+    def sizes(self, size: int, timeout: float, progress: Progress) -> list[int]:
+        """Returns everybody's `size`, in the order of the ranks, to all."""
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
+        found = [torch.empty(1, dtype=torch.int64) for _ in self._ranks]
+        self._finish(lambda: self._group.allgather([found], [torch.tensor([size])], options), timeout, progress)
+        return [int(one) for one in found]
+
+    def spread(self, block: Tensor, timeout: float, progress: Progress, source: int = 0) -> None:
+        """Fills everybody's `block`, uint8 and of one size, with that of the rank at place `source`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout)
+        self._finish(lambda: self._group.broadcast([block], options), timeout, progress)
+
+    def send(self, data: Tensor, timeout: float) -> Callable[[], None]:
+        """Sends `data`, uint8 and at least one, to the top alone; returns what waits until it has left."""
+        return self._waiting(self._group.send([data], 0, 0), 0, timeout)
+
+    def receive(self, data: Tensor, source: int, timeout: float) -> None:
+        """Fills `data` with what the rank at place `source` sends to this one, the top; waits for it."""
+        self._waiting(self._group.recv([data], source, 0), source, timeout)()
+
+    def _waiting(self, work: Any, other: int, timeout: float) -> Callable[[], None]:
+        def wait() -> None:
+            try:
+                work.wait(timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise dist.DistNetworkError(
+                    f"rank {self._ranks[other]} cannot be reached, or did not come within {timeout:g} s (gloo: {error})"
+                ) from error
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the connections; does nothing the second time."""
+        group, self._group = self._group, None
+        if group is not None and self._waits:
+            # Nothing ends the thread before its time limit, and whoever destroys the group waits for the thread.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _finish(self, start: Callable[[], Any], timeout: float, progress: Progress) -> None:
+        self._waits = True
+        try:
+            abortable_collectives.finish(start(), progress)
+        except RuntimeError as error:
+            if progress.life.failure is not None:
+                raise
+            raise dist.DistNetworkError(
+                f"{self._others()} cannot be reached, or did not come within {timeout:g} s (gloo: {error})"
+            ) from error
+        self._waits = False
+
+    def _others(self) -> str:
+        others = [rank for place, rank in enumerate(self._ranks) if place != self._own]
+        return f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements of `tensor` as a flat uint8 tensor: [number of elements * element size]."""
+    dense = tensor.detach().contiguous()
+    # Not reshape(-1): of one element, which counts as contiguous with any strides, it keeps them.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+FAN_OUT = 4
+"""Members below a member. More of them: fewer levels, more connections per process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree over the members 0 ... size - 1. A subtree is a range of them that begins with its top.
+
+    A member meets two families: its children and itself, and its siblings and parent. In a family all are connected.
+    """
+
+    size: int
+    fan_out: int = FAN_OUT
+
+    def parent(self, member: int) -> int | None:
+        """Returns the member above, None for member 0."""
+        return self._find(member)[0]
+
+    def subtree(self, member: int) -> range:
+        """Returns `member` and all below it."""
+        return self._find(member)[1]
+
+    def children(self, member: int) -> list[int]:
+        """Returns the members directly below, in ascending order."""
+        return [part.start for part in self._parts(self.subtree(member))]
+
+    def family(self, member: int) -> list[int]:
+        """Returns `member` and its children."""
+        return [member, *self.children(member)]
+
+    def _parts(self, span: range) -> list[range]:
+        """Returns the subtrees directly below the top of the subtree `span`, as equal as can be."""
+        below = len(span) - 1
+        count = min(self.fan_out, below)
+        bounds = [span.start + 1 + below * k // count for k in range(count + 1)] if count else []
+        return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+    def _find(self, member: int) -> tuple[int | None, range]:
+        if not 0 <= member < self.size:
+            raise ValueError(f"member {member} is outside a tree of {self.size}")
+        above, span = None, range(self.size)
+        while span.start != member:
+            above = span.start
+            span = next(part for part in self._parts(span) if member in part)
+        return above, span
+
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Of two tensors of one shape and dtype, element by element."""
@@ -228,3 +382,41 @@ class TreeGroup:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _TensorHere:
+    """Stands for a tensor that follows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def broadcast_value(value: Any, source: int, group: TreeGroup) -> Any:
+    """Returns member `source`'s `value` to all members of `group`; all of them call.
+
+    Args:
+        value: any nesting that torch.utils._pytree knows, with tensors and picklable values; others' are ignored.
+    """
+    is_source = group.index == source
+    tensors: list[torch.Tensor] = []
+
+    def describe(tensor: torch.Tensor) -> _TensorHere:
+        # A conjugate or negative view has other bits in memory than its values.
+        tensors.append(tensor.detach().resolve_conj().resolve_neg().contiguous())
+        return _TensorHere(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    header = group.share(tree_map_only(torch.Tensor, describe, value) if is_source else None, source)
+    if is_source:
+        for tensor in tensors:
+            group.broadcast(tensor, source)
+        return value
+
+    def receive(described: _TensorHere) -> torch.Tensor:
+        device = torch.device(described.device_type)
+        tensor = torch.empty(described.shape, dtype=described.dtype, device=device)
+        group.broadcast(tensor, source)
+        return tensor
+
+    return tree_map_only(_TensorHere, receive, header)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fold3d.comms.tree import Tree
 from fold3d.comms.tree_group import Combine, TreeGroup
 from fold3d.device import default_device
 from fold3d.errors import Fold3dError, RankError
@@ -28,7 +27,7 @@ class WorldGroup:
     then over the stages of replica 0 to stage 0, then over its shards to rank 0; down the same way. So a sum is that
     over the shards, in the order of their tree, of the sums over the stages in the order of theirs, of those over the
     replicas in the order of theirs (`TreeGroup`), with the same bits on every rank; and a process is connected with at
-    most 6 * `tree.FAN_OUT` others, whatever the size of the job (4 * without shards). Raises as TreeGroup.
+    most 6 * `FAN_OUT` others, whatever the size of the job (4 * without shards). Raises as TreeGroup.
     """
 
     def __init__(self, topology: Topology, timeout: float, progress: Progress | None = None):
@@ -138,24 +137,8 @@ class WorldGroup:
         self.tensor.close()
 
 
-def messages(dp: int, pp: int, tp: int = 1) -> int:
-    """Returns how many messages one `all_reduce` of a job takes, up and down together."""
-    return 2 * (tp * (pp * Tree(dp).one_way() + Tree(pp).one_way()) + Tree(tp).one_way())
-
-
-def rounds(dp: int, pp: int, tp: int = 1) -> int:
-    """Returns how many exchanges in a family lie one after the other in an `all_reduce`."""
-    return 2 * (Tree(dp).levels() + Tree(pp).levels() + Tree(tp).levels())
-
-
-def connections(topology: Topology) -> int:
-    """Returns with how many others, counted once per group, this rank is connected."""
-    places = zip((topology.dp, topology.pp, topology.tp), topology.coordinates(topology.rank), strict=True)
-    return sum(Tree(size).connections(place) for size, place in places)
-
-
 def _number(rank: int) -> int:
-    """Returns how manieth group this is that the rank makes in this job: the same on all, who make the same calls."""
+    """Returns the number of this group among those of the job, counted by this rank: all ranks make the same groups."""
     number: int = dist.distributed_c10d._get_default_store().add(f"fold3d/groups of {rank}", 1)
     return number
 

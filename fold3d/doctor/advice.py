@@ -15,7 +15,7 @@ _ENOUGH = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Speed:
     """A speed, and what it should be."""
 
     what: str
@@ -45,7 +45,7 @@ def advice(ranks: Sequence[Facts]) -> list[str]:
     return found
 
 
-def too_slow(speeds: Sequence[Measured]) -> list[str]:
+def too_slow(speeds: Sequence[Speed]) -> list[str]:
     """Returns which speeds are far from what they should be, and where to look."""
     return [
         f"{one.what}: {one.gbytes:.2f} GB/s, and the hardware should give {one.expected:.2f}; {one.remedy}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch.distributed as dist
 
 from fold3d.config import text_of_bytes
 from fold3d.device import default_device, make_current
-from fold3d.doctor.advice import Measured, advice, too_slow
+from fold3d.doctor.advice import Speed, advice, too_slow
 from fold3d.doctor.exchange import collective_speeds, copy_speeds, meet_pairs, process_group
-from fold3d.doctor.facts import Card, Device, Facts, by_host, find_facts, share_host
+from fold3d.doctor.facts import Card, Facts, Gpu, by_host, find_facts, share_host
 from fold3d.errors import ConfigError, Fold3dError, RankError
 
 _STORES: Any = dist  # whose stores are no part of its typed interface
@@ -179,7 +180,8 @@ def examine(
     if meeting.world > 1:
         try:
             with process_group(meeting.store, meeting.rank, meeting.world, where, timeout):
-                pairs = _together(meeting, "pairs", lambda: list(_met(meeting, where, size, timeout)))
+                met = partial(meet_pairs, meeting.rank, meeting.world, where, size, timeout)
+                pairs = _together(meeting, "pairs", lambda: list(met().items()))
                 sums = _together(meeting, "collectives", lambda: collective_speeds(meeting.world, where, size))
         except Fold3dError:
             raise
@@ -225,12 +227,8 @@ def _together(meeting: Meeting, what: str, measure: Callable[[], Any]) -> list[A
     return meeting.gather(what, value)
 
 
-def _met(meeting: Meeting, device: torch.device, size: int, timeout: float) -> Sequence[tuple[int, float]]:
-    return list(meet_pairs(meeting.rank, meeting.world, device, size, timeout).items())
-
-
 def _facts(said: dict[str, Any]) -> Facts:
-    devices = tuple(Device(**one) for one in said.pop("devices"))
+    devices = tuple(Gpu(**one) for one in said.pop("devices"))
     cards = tuple(Card(**one) for one in said.pop("cards"))
     return Facts(devices=devices, cards=cards, **said)
 
@@ -273,18 +271,18 @@ def _limit(value: int, text: Callable[[int], str]) -> str:
     return "unlimited" if value < 0 else text(value)
 
 
-def _of_copies(copies: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
+def _of_copies(copies: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Speed]:
     """The slowest rank's; all copy at the same time."""
     slots = [device.pcie for facts in ranks for device in facts.devices if device.pcie]
     expected = min(slots) if slots else None
     remedy = "look at the GPU's slot (nvidia-smi -q, PCIe generation and width) and at NUMA binding (numactl)"
     return [
-        Measured(f"copies, {way}", min(one[way] for one in copies), None if "host to host" in way else expected, remedy)
+        Speed(f"copies, {way}", min(one[way] for one in copies), None if "host to host" in way else expected, remedy)
         for way in copies[0]
     ]
 
 
-def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Facts]) -> list[Measured]:
+def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Facts]) -> list[Speed]:
     """The median of pairs within a host and of others, and those that are far slower than their like."""
     of_pair = {(rank, other): speed for rank, met in enumerate(pairs) for other, speed in met if rank < other}
     remedy = "look at the cable, the switch's port and the card of these hosts (ethtool, ibstat)"
@@ -296,18 +294,16 @@ def _of_pairs(pairs: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[Fact
         middle = statistics.median(speeds.values())
         card = None if same else _slowest_card(ranks)
         # Both ways together, while a round's pairs share the hosts' cards.
-        out.append(Measured(f"pairs {name}, both ways (median of {len(speeds)})", middle, card, remedy))
+        out.append(Speed(f"pairs {name}, both ways (median of {len(speeds)})", middle, card, remedy))
         slow = sorted((s, pair) for pair, s in speeds.items() if s < middle / 2)[:_SLOW_PAIRS]
-        out += [Measured(f"ranks {a} and {b}, both ways", s, middle, remedy) for s, (a, b) in slow]
+        out += [Speed(f"ranks {a} and {b}, both ways", s, middle, remedy) for s, (a, b) in slow]
     return out
 
 
-def _of_collectives(sums: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Measured]:
+def _of_collectives(sums: Sequence[dict[str, float]], ranks: Sequence[Facts]) -> list[Speed]:
     expected = _slowest_card(ranks) if len(by_host(ranks)) > 1 else None
     remedy = "set NCCL_DEBUG=INFO and look at which card and which protocol NCCL takes; NCCL_SOCKET_IFNAME names one"
-    return [
-        Measured(f"{kind}, sent by each rank", min(one[kind] for one in sums), expected, remedy) for kind in sums[0]
-    ]
+    return [Speed(f"{kind}, sent by each rank", min(one[kind] for one in sums), expected, remedy) for kind in sums[0]]
 
 
 def _slowest_card(ranks: Sequence[Facts]) -> float | None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fold3d.device import synchronize
 from fold3d.errors import RankError
 
 _TIMES = 3
@@ -135,12 +136,6 @@ def copy_speeds(device: torch.device, size: int) -> dict[str, float]:
         "host to device": there.nbytes / _fastest(device, lambda: there.copy_(here, non_blocking=True)) / 1e9,
         "device to host": there.nbytes / _fastest(device, lambda: here.copy_(there, non_blocking=True)) / 1e9,
     }
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _fastest(device: torch.device, run: Callable[[], object]) -> float:

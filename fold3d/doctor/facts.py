@@ -19,7 +19,14 @@ import torch
 
 import fold3d
 from fold3d import _C
-from fold3d.comms.interface import address_of_name, host_identity, local_address, socket_interface
+from fold3d.comms.interface import (
+    address_of,
+    address_of_name,
+    host_identity,
+    local_address,
+    read_line,
+    socket_interface,
+)
 from fold3d.device import pci_address, processes_of_host
 
 _NET = Path("/sys/class/net")
@@ -39,7 +46,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Gpu:
     """A GPU."""
 
     name: str
@@ -72,7 +79,7 @@ class Facts:
     """Of the job on this host."""
     memory: int
     available: int
-    devices: tuple[Device, ...]
+    devices: tuple[Gpu, ...]
     nvlinks: int | None
     """Pairs of GPUs that NVLink joins; None: nobody says."""
     has_nvidia: bool
@@ -182,11 +189,11 @@ def pcie_speed(speed: str, width: str) -> float | None:
     return lane * int(width) if lane and width.strip().isdecimal() and int(width) > 0 else None
 
 
-def _device(number: int) -> Device:
+def _device(number: int) -> Gpu:
     facts: Any = torch.cuda.get_device_properties(number)
     pci = str(pci_address(torch.device("cuda", number)))
-    speed, width = (_read(Path("/sys/bus/pci/devices") / pci / f"max_link_{what}") for what in ("speed", "width"))
-    return Device(facts.name, facts.total_memory, pcie_speed(speed, width))
+    speed, width = (read_line(Path("/sys/bus/pci/devices") / pci / f"max_link_{what}") for what in ("speed", "width"))
+    return Gpu(facts.name, facts.total_memory, pcie_speed(speed, width))
 
 
 def _nccl() -> str | None:
@@ -197,21 +204,17 @@ def _nccl() -> str | None:
 
 
 def _cards() -> list[Card]:
-    import fcntl
-    import struct
-
     found = []
     for name in sorted(path.name for path in _NET.iterdir()) if _NET.is_dir() else ():
-        if name == "lo" or _read(_NET / name / "operstate") not in ("up", "unknown"):
+        if name == "lo" or read_line(_NET / name / "operstate") not in ("up", "unknown"):
             continue
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                said = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue  # it has no IPv4 address
-        speed = _read(_NET / name / "speed")
+        try:
+            address = address_of(name)
+        except OSError:
+            continue  # it has no IPv4 address
+        speed = read_line(_NET / name / "speed")
         megabits = int(speed) if re.fullmatch(r"\d+", speed) else 0
-        found.append(Card(name, socket.inet_ntoa(said[20:24]), megabits / 1e3 if megabits else None))
+        found.append(Card(name, address, megabits / 1e3 if megabits else None))
     return found
 
 
@@ -221,10 +224,3 @@ def _said(*words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

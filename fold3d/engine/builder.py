@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d.comms.connections import (
+    PeerHosts,
+    connect_replicas,
+    connect_shards,
+    connect_stages,
+    find_hosts,
+    join_nic_arbiter,
+    uses_tcp,
+)
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import Hosts, connect_replicas, connect_shards, find_hosts, join_nic_arbiter
-from fold3d.comms.tcp import connect_stages, uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
@@ -31,7 +38,7 @@ from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.flow import Flow, MicroBatchFlow
 from fold3d.engine.pipeline import Pipeline
 from fold3d.engine.planning.cut_model import CutModel
-from fold3d.engine.planning.less_memory import LessMemory
+from fold3d.engine.planning.memory_limit import LessMemory
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.engine.step import Step
 from fold3d.engine.step_recorder import StepRecorder
@@ -110,7 +117,7 @@ class Links:
     over_tcp: bool
     """Whether messages and sums have connections of fold3d's own."""
     arbiter: _C.NicArbiter
-    hosts: Hosts
+    hosts: PeerHosts
     clock: _C.StreamClock
     makes_room: bool
     """Whether sums of gradients make room for messages."""

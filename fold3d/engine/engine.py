@@ -34,10 +34,9 @@ from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import BuildRequest, CutModel, First, cut_model
 from fold3d.engine.planning.mesh import Asked, decide_mesh
 from fold3d.errors import ConfigError
-from fold3d.faults.job import supervisor_of_engine
+from fold3d.faults.supervisor import supervisor_of_engine
 from fold3d.observe.memory import MemoryWatch
-from fold3d.observe.step_breakdown import StepBreakdown
-from fold3d.observe.step_output import StepOutput
+from fold3d.observe.step_breakdown import StepBreakdown, StepOutput
 from fold3d.plan.programs import Programs
 from fold3d.plan.resolve import followed, programs_of, resolve_auto
 from fold3d.plan.strategy import MIXED, Strategy

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fold3d import _C
-from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
+from fold3d.comms.tree_group import broadcast_value
 from fold3d.faults.progress import Progress
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch

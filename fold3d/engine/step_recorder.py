@@ -9,7 +9,7 @@ from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.faults.progress import Progress
 from fold3d.observe.recorded_run import RecordedRun
 from fold3d.observe.step_breakdown import MEET, TP_SYNC, RawRecord, StepBreakdown, make_breakdown
-from fold3d.plan.measured import Expected
+from fold3d.plan.simulator import Prediction
 
 
 class StepRecorder:
@@ -89,7 +89,7 @@ class StepRecorder:
         for run in self._runs:
             run.tell()
 
-    def breakdown_later(self, expected: Expected | None) -> Callable[[], StepBreakdown]:
+    def breakdown_later(self, expected: Prediction | None) -> Callable[[], StepBreakdown]:
         """Returns what makes the breakdown of where the time of the last step went, at any later time. On a device it
         waits then for what the step has left to do.
 
@@ -100,7 +100,7 @@ class StepRecorder:
         arbiter = {name: count - run.counted[name] for name, count in self._arbiter.counters().items()}
         step_ms, predicted = None, None
         if expected is not None:
-            step_ms, predicted = expected.step_ms, expected.stages[self._stage]
+            step_ms, predicted = expected.step_ms, expected.ranks[self._stage]
         shards = None if self._shards is None else run.shards
 
         def snapshot() -> Callable[[], StepBreakdown]:

@@ -1,18 +1,22 @@
-"""StepBreakdown: where one step's time went on this rank."""
+"""StepBreakdown: where one step's time went on this rank; StepOutput: what one optimizer step reports."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
 
 from fold3d.comms.world_group import WorldGroup
 from fold3d.plan.simulator import RankBreakdown
 
-if TYPE_CHECKING:  # drawing records needs neither torch nor the extension
+if TYPE_CHECKING:
     from fold3d import _C
+
 
 NS_PER_MS = 1e6
 RawRecord = tuple[str, str, int, int, int]
@@ -112,29 +116,20 @@ class StepBreakdown:
             parts |= {"dp_exposed_ms": self.exposed_dp_ms}
             beside |= {"dp_hidden_ms": self.hidden_dp_ms}
         if dp > 1 and pp > 1:
-            beside |= {
-                "preemptions": self.preemptions,
-                "pp_delayed_ms": self.pp_delayed_ms,
-                "dp_held_ms": self.dp_held_ms,
-            }
+            beside |= {name: getattr(self, name) for name in ("preemptions", "pp_delayed_ms", "dp_held_ms")}
         if self.offload_bytes:
             parts |= {"offload_exposed_ms": self.exposed_offload_ms}
             beside |= {"offload_hidden_ms": self.hidden_offload_ms, "offload_gb": self.offload_bytes / 1e9}
         if self.predicted_ms is not None:
             beside |= {"predicted_step_ms": self.predicted_ms}
+        told = self.predicted
         # Where nobody counts TP.sync, steps that were measured cannot tell it from computing.
-        if self.predicted is not None and tp > 1 and (self.exposed_tp_ms is not None or self.predicted.exposed_tp_ms):
-            beside |= {"predicted_tp_exposed_ms": self.predicted.exposed_tp_ms}
-        if self.predicted is not None and pp > 1:
-            beside |= {
-                "predicted_bubble_ms": self.predicted.bubble_ms,
-                "predicted_pp_exposed_ms": self.predicted.exposed_pp_ms,
-            }
-        if self.predicted is not None and dp > 1:
-            beside |= {
-                "predicted_dp_exposed_ms": self.predicted.exposed_dp_ms,
-                "predicted_dp_hidden_ms": self.predicted.hidden_dp_ms,
-            }
+        if told is not None and tp > 1 and (self.exposed_tp_ms is not None or told.exposed_tp_ms):
+            beside |= {"predicted_tp_exposed_ms": told.exposed_tp_ms}
+        if told is not None and pp > 1:
+            beside |= {"predicted_bubble_ms": told.bubble_ms, "predicted_pp_exposed_ms": told.exposed_pp_ms}
+        if told is not None and dp > 1:
+            beside |= {"predicted_dp_exposed_ms": told.exposed_dp_ms, "predicted_dp_hidden_ms": told.hidden_dp_ms}
         rounded = {name: round(value, 1) for name, value in parts.items()}
         other = round(self.step_ms, 1) - sum(rounded.values())
         return {
@@ -215,16 +210,18 @@ def make_breakdown(
 def _idle_meetings(records: Sequence[RawRecord], start_ns: int, end_ns: int) -> list[RawRecord]:
     """Returns the records; of small exchanges, in which the host waits, with those parts alone in which a device had
     nothing else to do or to wait for in the step."""
-    met = [(max(start, start_ns), min(end, end_ns)) for lane, action, start, end, _ in records if _meets(lane, action)]
-    rest = [record for record in records if not _meets(*record[:2])]
-    if not met:
+    spans, rest = _meetings(records)
+    if not spans:
         return rest
+    met = [(max(start, start_ns), min(end, end_ns)) for start, end in spans]
     busy = [(start, end) for lane, _, start, end, _ in rest if lane in ("compute", "wait")]
     return rest + [("wait", MEET, start, end, 0) for start, end in without(merged(met), busy) if start < end]
 
 
-def _meets(lane: str, action: str) -> bool:
-    return (lane, action) == ("wait", MEET)
+def _meetings(records: Sequence[RawRecord]) -> tuple[list[tuple[int, int]], list[RawRecord]]:
+    """Returns when small exchanges were under way, and all other records."""
+    met = [(start, end) for lane, action, start, end, _ in records if (lane, action) == ("wait", MEET)]
+    return met, [record for record in records if record[:2] != ("wait", MEET)]
 
 
 def waits_for_dp_sync(action: str) -> bool:
@@ -237,8 +234,7 @@ def without_meetings_in_dp_sync(records: Sequence[RawRecord]) -> list[RawRecord]
 
     Who is late there is a replica whose gradients this rank would wait for as well.
     """
-    met = [(start, end) for lane, action, start, end, _ in records if (lane, action) == ("wait", MEET)]
-    rest = [record for record in records if record[:2] != ("wait", MEET)]
+    met, rest = _meetings(records)
     if not met:
         return rest
     dp_sync = merged([(start, end) for lane, _, start, end, _ in rest if lane in ("reduce", "gather")])
@@ -295,22 +291,29 @@ def overlap_ns(first: Spans, second: Spans) -> int:
     return total
 
 
-def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[dict[str, Any]]] | None:
-    """Returns all ranks' records on one clock on rank 0, None elsewhere. Every rank of the job must call.
+def gather_records(records: Sequence[RawRecord], world: WorldGroup) -> list[list[RawRecord]] | None:
+    """Returns all ranks' records, by rank, on one clock on rank 0, None elsewhere. Every rank of the job must call.
 
     Clocks of different machines are lined up at a barrier, so they agree to about the time a barrier takes.
     """
     world.barrier()
     origin = time.monotonic_ns()
-    mine = [
-        {
-            "rank": world.topology.rank,
-            "lane": lane,
-            "action": action,
-            "start_ns": start - origin,
-            "end_ns": end - origin,
-            "bytes": size,
-        }
-        for lane, action, start, end, size in records
-    ]
-    return world.gather(mine)
+    return world.gather([(lane, text, start - origin, end - origin, size) for lane, text, start, end, size in records])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one optimizer step reports; the same on every rank, but for the breakdown."""
+
+    loss: torch.Tensor
+    """Loss of the global batch, scalar."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping, scalar, on the engine's device; reading its value waits for the step's
+    kernels. With gradient_delay=1 it is that of the gradients that the step applied, those of the step before."""
+    make_breakdown: Callable[[], StepBreakdown] = field(repr=False)
+    """Makes `breakdown`."""
+
+    @cached_property
+    def breakdown(self) -> StepBreakdown:
+        """Where this rank's time went. Computed when it is first read, which costs CPU time between steps."""
+        return self.make_breakdown()

@@ -1,9 +1,8 @@
 """The timeline of one step over all ranks: its events, a one-line summary, Chrome trace JSON for Perfetto.
 
-It takes, per rank, the records of `breakdown.gather_records`: dicts with
-    rank, lane (one of LANES), action (text, "2F0"),
-    start_ns, end_ns (one clock for all ranks, any origin), bytes (payload, 0 for computation).
-Ranks are numbered as `Topology` does.
+It takes, per rank, the records of `step_breakdown.gather_records`: lane (one of LANES), action (text, "2F0"), start
+and end (ns, one clock for all ranks, any origin), bytes (payload, 0 for computation). Ranks are numbered as `Topology`
+does.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fold3d import _C
-from fold3d.observe.step_breakdown import TP_SYNC, StepBreakdown, make_breakdown, waits_for_dp_sync
+from fold3d.observe.step_breakdown import TP_SYNC, RawRecord, StepBreakdown, make_breakdown, waits_for_dp_sync
 from fold3d.plan.simulator import RankBreakdown
 from fold3d.topology import coordinates, segment_of
 
-Records = Sequence[Sequence[Mapping[str, Any]]]
+Records = Sequence[Sequence[RawRecord]]
 
 LANES = (
     "compute",
@@ -231,24 +230,22 @@ def _accounts(events: Sequence[TimelineEvent]) -> dict[int, StepBreakdown]:
 
 def events_of(records: Records) -> list[TimelineEvent]:
     """Returns the records of all ranks, taken apart and in order of start; ValueError for an unknown lane."""
-    flat = [record for rank in records for record in rank]
-    origin = min((int(record["start_ns"]) for record in flat), default=0)
+    origin = min((start for mine in records for _, _, start, _, _ in mine), default=0)
     events = []
-    for record in flat:
-        match = _ACTION.match(record["action"])
-        if record["lane"] not in LANES:
-            lanes = ", ".join(LANES)
-            raise ValueError(f"lane {record['lane']!r} of {record['action']!r} is none of {lanes}")
+    for rank, lane, text, start, end, size in ((rank, *record) for rank, mine in enumerate(records) for record in mine):
+        match = _ACTION.match(text)
+        if lane not in LANES:
+            raise ValueError(f"lane {lane!r} of {text!r} is none of {', '.join(LANES)}")
         events.append(
             TimelineEvent(
-                rank=record["rank"],
-                lane=record["lane"],
-                text=record["action"],
-                start=record["start_ns"] - origin,
-                end=record["end_ns"] - origin,
-                bytes=record["bytes"],
+                rank=rank,
+                lane=lane,
+                text=text,
+                start=start - origin,
+                end=end - origin,
+                bytes=size,
                 chunk=int(match["chunk"]) if match else 0,
-                kind=match["kind"] if match else record["action"],
+                kind=match["kind"] if match else text,
                 micro_batch=int(match["micro_batch"] or -1) if match else -1,
             )
         )

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import NS_PER_MS, TP_SYNC, waits_for_dp_sync
 from fold3d.observe.timeline import (
     CATEGORY,
@@ -20,6 +19,7 @@ from fold3d.observe.timeline import (
     write_atomically,
 )
 from fold3d.plan.simulator import RankBreakdown
+from fold3d.schedule.draw import blank
 from fold3d.topology import coordinates, segment_of
 
 if TYPE_CHECKING:
@@ -75,19 +75,10 @@ def write_picture(
     Args:
         simulated: the breakdown of a step that was simulated; None: what the records tell.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "drawing a timeline needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
     events = events_of(records)
     ranks = sorted({event.rank for event in events})
     places, bottom = _places(events, ranks)
-    # A figure with its own canvas: pyplot would keep it alive and could pick a display.
-    figure = Figure(figsize=(14, min(_TALLEST, 1.3 + bottom)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank((14, min(_TALLEST, 1.3 + bottom)), "a timeline")
     axes = figure.add_subplot()
     ticks = []
     for rank in ranks:

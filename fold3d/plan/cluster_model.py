@@ -12,6 +12,7 @@ from itertools import pairwise, repeat
 from fold3d import _C
 from fold3d.errors import ConfigError
 from fold3d.placement.buckets import cut_buckets
+from fold3d.schedule.library import config_errors
 from fold3d.topology import LOOP, stage_of
 
 _NS = 1e9  # nanoseconds per second
@@ -109,7 +110,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class ClusterCosts:
     """Ranks, hosts and network."""
 
     dp: int
@@ -152,7 +153,7 @@ def kind_of(modes: Modes) -> str:
 
 def cluster_model(
     work: Work,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     pp: int,
     dp_sync: str = "zero1",
@@ -171,37 +172,29 @@ def cluster_model(
     if cluster.ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host is {cluster.ranks_per_host}; a host has at least one rank")
     model = _C.ClusterModel()
-    model.dp = cluster.dp
+    for name in ("dp", "bandwidth", "slice_bytes", "preempt", "gradient_delay", "copy_bandwidth", "copies_share"):
+        setattr(model, name, getattr(cluster, name))
+    for name in ("activation_bytes", "stash_bytes", "layers"):
+        setattr(model, name, list(getattr(work, name)))
+    for name in ("forward", "backward", "update"):
+        setattr(model, f"{name}_ns", [_ns(seconds) for seconds in getattr(work, name)])
     if cluster.ranks_per_host > 1:
         model.hosts = [rank // cluster.ranks_per_host for rank in range(cluster.dp * pp)]
-    model.bandwidth = cluster.bandwidth
     if cluster.links is not None:
         model.forward_links, model.backward_links = (list(rates) for rates in cluster.links)
     model.latency_ns = _ns(cluster.latency)
     model.hop_latency_ns = _ns(cluster.latency if cluster.hop_latency is None else cluster.hop_latency)
-    model.slice_bytes = cluster.slice_bytes
-    model.preempt = cluster.preempt
-    model.gradient_delay = cluster.gradient_delay
     model.toll_ns = _NS * cluster.toll
     model.action_ns = _ns(cluster.action_seconds)
     model.bucket_ns = _ns(cluster.bucket_seconds)
-    model.forward_ns = [_ns(seconds) for seconds in work.forward]
-    model.backward_ns = [_ns(seconds) for seconds in work.backward]
     model.head_ns = min(_ns(work.head), model.backward_ns[-1])
     model.forward_tp_ns = _parts(work.forward_tp, model.forward_ns)
     model.backward_tp_ns = _parts(work.backward_tp, model.backward_ns)
-    model.activation_bytes = list(work.activation_bytes)
-    model.update_ns = [_ns(seconds) for seconds in work.update]
-    model.stash_bytes = list(work.stash_bytes)
-    model.copy_bandwidth, model.copies_share = cluster.copy_bandwidth, cluster.copies_share
-    model.layers = list(work.layers)
     share = cluster.gradient_share
     model.gradient_bytes = [_sent(size, share, dp_sync) for size in work.gradient_bytes]
     model.layers_per_bucket = layers_per_bucket
-    try:
+    with config_errors():
         model.dp_sync = "early" if dp_sync == "mixed" else dp_sync
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if work.buckets:
         ways = [iter(modes[stage]) if dp_sync == "mixed" else repeat(dp_sync) for stage in range(pp)]
         model.buckets = [

@@ -9,7 +9,33 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fold3d import _C
-from fold3d.plan.memory.layer_bytes import LayerBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBytes:
+    """What a layer needs for one micro-batch, parameters and their gradients aside."""
+
+    saved: int
+    """Kept from its forward to its backward."""
+    outputs: int = 0
+    """Those of `saved` that it hands on to the next layer."""
+    forward: int
+    """Most at any moment of its forward, beside what was there when it began; what it keeps included."""
+    backward: int
+    """Most at any moment of its backward, beside what the layers before it keep."""
+
+
+def as_tuple(layer: LayerBytes) -> tuple[int, int, int, int]:
+    """Returns the numbers as csrc/core/plan takes them."""
+    return layer.saved, layer.outputs, layer.forward, layer.backward
+
+
+def estimated(saved: int, handed_on: int) -> LayerBytes:
+    """Returns what a layer needs of which only this is known: what its backward needs, and what it returns."""
+    return LayerBytes(
+        saved=saved, outputs=min(saved, handed_on), forward=saved + handed_on, backward=saved + 2 * handed_on
+    )
+
 
 ACTION_SECONDS = 7e-4
 """What an action costs beside the layers: executor, skipped blocks, hooks, waking up. benchmarks/cluster measures 0.45
@@ -142,11 +168,6 @@ class NetworkCosts:
         """Bytes per second of a network card in the simulator: DP.sync's, or PP.sync's if there is only that."""
         found = self.dp_bandwidth if math.isfinite(self.dp_bandwidth) else self.pp_bandwidth
         return min(found, _FASTEST)
-
-    def message_latency(self, message_bytes: int) -> float:
-        """Returns what a message takes beyond its bytes at `bandwidth`, in seconds."""
-        more = message_bytes * (1 / self.pp_bandwidth - 1 / self.bandwidth)
-        return self.pp_latency + max(0.0, more)
 
 
 def pause_bytes(bandwidth: float) -> int:

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d import _C
 from fold3d import schedule as schedules
-from fold3d.errors import ConfigError
 from fold3d.offload import Offload
 from fold3d.placement.layers import layer_reads
-from fold3d.plan.costs import pause_bytes
-from fold3d.plan.job import Job
-from fold3d.plan.memory.layer_bytes import as_tuple
-from fold3d.plan.memory.spared import NOTHING, Spared
+from fold3d.plan.costs import as_tuple, pause_bytes
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import NOTHING, Spared
 from fold3d.plan.strategy import Modes, Orders, Ranges, Strategy
 from fold3d.recompute import Choice, Recompute
+from fold3d.schedule.library import config_errors
 from fold3d.trace import Trace
 
 Layout = _C.PlanLayout
-
-
-@contextmanager
-def config_errors() -> Iterator[None]:
-    """Turns the ValueError of the C++ part into ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def places(trace: Trace) -> list[int]:
@@ -36,48 +25,47 @@ def places(trace: Trace) -> list[int]:
     return [block for block, reason in enumerate(trace.borders) if not reason or block == 0]
 
 
-def numbers_of(job: Job) -> _C.PlanJob:
+_OF_JOB = (
+    *("dp", "pp", "micro_batches", "style", "stage_times", "hosts", "preempt", "action_seconds", "bucket_seconds"),
+    *("copy_bandwidth", "gradient_share", "gradient_delay", "flush", "offload_optimizer", "memory_limit", "pool_limit"),
+    *("pool_is_elsewhere", "may_split"),
+)
+_OF_PROFILE = (
+    *("forward", "backward", "exposed_forward", "exposed_backward", "activation_bytes", "update_seconds"),
+    *("optimizer_bytes", "update_bytes", "updates_together"),
+)
+_OF_NETWORK = ("bandwidth", "pp_bandwidth", "pp_latency", "hop_latency", "toll")
+"""What csrc/core/plan calls by the same name."""
+
+
+def numbers_of(job: TrainingJob) -> _C.PlanJob:
     """Returns the job as numbers: parameters by their places in the profile, layers from prologue to epilogue."""
     trace, profile, network = job.trace, job.profile, job.network
     model = _C.PlanJob()
-    model.dp, model.pp, model.micro_batches, model.style = job.dp, job.pp, job.micro_batches, job.style
+    for source, names in ((job, _OF_JOB), (profile, _OF_PROFILE), (network, _OF_NETWORK)):
+        for name in names:
+            value = getattr(source, name)
+            setattr(model, name, list(value) if isinstance(value, tuple) else value)
     model.starts = places(trace)
     model.closed_because = next((reason for reason in trace.borders if reason), "")
     model.reads = layer_reads(trace, {name: place for place, name in enumerate(profile.gradient_bytes)})
     model.gradient_bytes = list(profile.gradient_bytes.values())
     model.parameter_bytes = [profile.parameter_bytes[name] for name in profile.gradient_bytes]
-    model.forward, model.backward = list(profile.forward), list(profile.backward)
-    model.exposed_forward, model.exposed_backward = list(profile.exposed_forward), list(profile.exposed_backward)
     model.sums = [sum(exchange.bytes for exchange in layer) for layer in profile.tp_forward]
     model.set_layers([as_tuple(layer) for layer in profile.layers])
     for one in profile.inside:
         model.add_inside([as_tuple(layer) for layer in one.layers], list(one.seconds))
-    model.activation_bytes = list(profile.activation_bytes)
-    model.update_seconds, model.optimizer_bytes = profile.update_seconds, profile.optimizer_bytes
-    model.update_bytes, model.updates_together = profile.update_bytes, profile.updates_together
-    model.offload_optimizer = job.offload_optimizer
-    model.bandwidth, model.pp_bandwidth = network.bandwidth, network.pp_bandwidth
-    model.pp_latency, model.hop_latency = network.pp_latency, network.hop_latency
     if job.links is not None:
         model.forward_links, model.backward_links = (list(rates) for rates in job.links)
-    model.stage_times, model.toll = list(job.stage_times), network.toll
     model.slice_bytes = pause_bytes(network.bandwidth) if job.slice_bytes is None else job.slice_bytes
-    model.preempt = job.preempt
-    model.action_seconds, model.bucket_seconds = job.action_seconds, job.bucket_seconds
-    model.copy_bandwidth = job.copy_bandwidth
-    model.gradient_share, model.gradient_delay = job.gradient_share, job.gradient_delay
-    model.flush, predicts = job.flush, job.delay_correction == "predict"
-    model.weight_versions = 1 if job.flush and not predicts else 2
+    model.weight_versions = 1 if job.flush and job.delay_correction != "predict" else 2
     if job.delay_correction == "error_feedback":  # the update before, of the parameters' own type
         gradients = sum(profile.gradient_bytes.values())
         model.optimizer_bytes += sum(model.parameter_bytes) / gradients if gradients else 0.0
-    model.memory_limit, model.pool_limit = job.memory_limit, job.pool_limit
-    model.pool_is_elsewhere, model.may_split = job.pool_is_elsewhere, job.may_split
-    model.hosts = list(job.hosts)
     return model
 
 
-def core_spared(job: Job, spared: Spared) -> _C.PlanSpared:
+def core_spared(job: TrainingJob, spared: Spared) -> _C.PlanSpared:
     """Returns what is spared as csrc/core/plan says it."""
     known = [inside.patterns for inside in job.profile.inside]
 
@@ -90,7 +78,7 @@ def core_spared(job: Job, spared: Spared) -> _C.PlanSpared:
     return _C.PlanSpared(again, spared.offload.what, spared.offload.percent)
 
 
-def spared_of_core(job: Job, found: _C.PlanSpared, fixed: Spared) -> Spared:
+def spared_of_core(job: TrainingJob, found: _C.PlanSpared, fixed: Spared) -> Spared:
     """Returns what a search has found; of modules inside of blocks it takes only what is `fixed`."""
     again = fixed.recompute
     if found.again != core_spared(job, fixed).again:
@@ -98,7 +86,7 @@ def spared_of_core(job: Job, found: _C.PlanSpared, fixed: Spared) -> Spared:
     return Spared(again, Offload(found.leaves, found.percent))
 
 
-def cut(job: Job, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> Ranges:
+def cut(job: TrainingJob, segments: int, *, first: float = 1.0, last: float = 1.0, grow: bool = False) -> Ranges:
     """Returns the blocks of every chunk: segments by shares of time, each cut into stages of about equal time.
 
     Args:
@@ -111,7 +99,7 @@ def cut(job: Job, segments: int, *, first: float = 1.0, last: float = 1.0, grow:
         return tuple(numbers_of(job).cut(segments, first=first, last=last, grow=grow))
 
 
-def layout_of(job: Job, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
+def layout_of(job: TrainingJob, ranges: Ranges, bucket_bytes: int, spared: Spared = NOTHING) -> Layout:
     """Returns what the chunks of `ranges` cost, with buckets of at least `bucket_bytes` (cut_buckets).
 
     Raises: ConfigError when `spared` is said of another number of chunks, or `ranges` are none of the model.
@@ -151,7 +139,7 @@ class Plan:
         )
 
 
-def simulate(job: Job, plan: Plan, *, breakdown: bool = False) -> tuple[_C.TrainingStep, list[_C.StageMemory]]:
+def simulate(job: TrainingJob, plan: Plan, *, breakdown: bool = False) -> tuple[_C.TrainingStep, list[_C.StageMemory]]:
     """Returns a step of a plan in steady state, and the bytes of each stage over it.
 
     Args:

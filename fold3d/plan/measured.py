@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fold3d import _C
 from fold3d.plan.cluster_model import (
-    Cluster,
+    ClusterCosts,
     Modes,
     Work,
     cluster_model,
@@ -15,37 +15,18 @@ from fold3d.plan.cluster_model import (
     fastest_early_gathers,
     kind_of,
 )
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
-from fold3d.plan.memory.spared import NOTHING, Spared
-from fold3d.plan.simulator import Prediction, RankBreakdown, prediction_of
+from fold3d.plan.memory import NOTHING, Spared
+from fold3d.plan.simulator import Prediction, prediction_of
 from fold3d.plan.strategy import Ranges, Strategy
 
 _TRIES = 24
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
-    """What the simulator says of a run as it is."""
-
-    step_ms: float
-    stages: tuple[RankBreakdown, ...]
-    """Where a rank's time goes, by stage."""
-    gather_order: tuple[tuple[int, ...], ...]
-    """Per stage: its early buckets in the order of their gathers."""
-
-    @classmethod
-    def of(cls, prediction: Prediction, gather_order: tuple[tuple[int, ...], ...]) -> Expected:
-        """Returns what `prediction` says of a run that gathers in this order."""
-        return cls(step_ms=prediction.step_ms, stages=prediction.ranks, gather_order=gather_order)
-
-    def longer_by(self, other_ms: float) -> Expected:
-        """Returns what to expect of a step that has so much in it which is not simulated."""
-        return replace(self, step_ms=self.step_ms + other_ms)
-
-
-def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Modes) -> Expected:
-    """Returns the fastest order of gathers found for a schedule with backwards, and how long a step then takes.
+def plan_gathers(schedule: _C.Schedule, work: Work, cluster: ClusterCosts, modes: Modes) -> Prediction:
+    """Returns a step of a schedule with backwards, with the fastest order of gathers that was found; no order where
+    there is one replica.
 
     Args:
         modes: per stage, the way of DP.sync of each bucket.
@@ -57,10 +38,10 @@ def plan_gathers(schedule: _C.Schedule, work: Work, cluster: Cluster, modes: Mod
         model.early_gathers = fastest_early_gathers(schedule, model, numbers)
     best = prediction_of(_C.simulate_step(schedule, model), early_gathers=None)
     orders = best.gather_order if cluster.dp > 1 else tuple(() for _ in range(schedule.pp))
-    return Expected.of(best, orders)
+    return replace(best, gather_order=orders)
 
 
-def without_recomputed(job: Job, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
+def without_recomputed(job: TrainingJob, strategy: Strategy, backward_ms: Sequence[float]) -> Sequence[float]:
     """Returns the backward times of chunks without what their blocks compute again, if they do."""
     spared = Spared.of(strategy.settings)
     if spared.nothing:
@@ -70,12 +51,12 @@ def without_recomputed(job: Job, strategy: Strategy, backward_ms: Sequence[float
 
 
 def with_times(
-    job: Job,
+    job: TrainingJob,
     ranges: Ranges,
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     tp_ms: tuple[Sequence[float], Sequence[float]] | None,
-) -> Job:
+) -> TrainingJob:
     """Returns the job with its layers' times scaled so that each chunk takes what was measured."""
     profile, last = job.profile, len(ranges) - 1
     layers = [range(lo + (chunk > 0), hi + 1 + (chunk == last)) for chunk, (lo, hi) in enumerate(ranges)]

@@ -5,27 +5,26 @@ once (search_sizes).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.costs import Exchanges, Profile
-from fold3d.plan.job import Job
+from fold3d.plan.costs import Exchanges, LayerBytes, Profile
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import Plan, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import Spared
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.space import registry
 from fold3d.plan.strategy import Strategy
 
 
-def in_parts(job: Job, size: int) -> Job:
+def in_parts(job: TrainingJob, size: int) -> TrainingJob:
     """Returns the job whose micro-batches run in parts of `size` samples, one after the other.
 
     A part of b samples takes a + c * b: seconds and bytes lie on the line through those of one sample and those of all
-    (`Job.one_sample`, `Job.profile`). Kernels that are too small to fill a device take about as long with a few samples
-    as with one, so between the two the line is on the safe side. Where one sample was not looked at, or times are
-    shares of FLOPs, a is 0.
+    (`one_sample` and `profile` of the job). Kernels that are too small to fill a device take about as long with a few
+    samples as with one, so between the two the line is on the safe side. Where one sample was not looked at, or times
+    are shares of FLOPs, a is 0.
 
     Raises:
         ValueError: for a size that is not between 1 and the job's.
@@ -78,12 +77,7 @@ class _Sum:
 
     def layers(self, one: Sequence[LayerBytes], whole: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
         return tuple(
-            LayerBytes(
-                saved=self.bytes(a.saved, b.saved),
-                outputs=self.bytes(a.outputs, b.outputs),
-                forward=self.bytes(a.forward, b.forward),
-                backward=self.bytes(a.backward, b.backward),
-            )
+            LayerBytes(**{f.name: self.bytes(getattr(a, f.name), getattr(b, f.name)) for f in fields(LayerBytes)})
             for a, b in zip(one, whole, strict=True)
         )
 
@@ -111,7 +105,7 @@ def undominated(points: Iterable[Grouped]) -> list[Grouped]:
     return found
 
 
-def memory_curve(whole: Job, strategy: Strategy) -> list[int]:
+def memory_curve(whole: TrainingJob, strategy: Strategy) -> list[int]:
     """Returns the sizes of micro-batches that are worth a try with the cut of a strategy, the largest first.
 
     Ada-Grouper's candidates: of each size the largest groups that fit into memory; a size is of no use where a larger
@@ -136,7 +130,7 @@ def memory_curve(whole: Job, strategy: Strategy) -> list[int]:
     return [one.size for one in undominated(one for one in points if one.group_size)]
 
 
-def _fits(job: Job, plan: Plan) -> bool:
+def _fits(job: TrainingJob, plan: Plan) -> bool:
     if job.memory_limit is None:
         return True
     return max(curve.peak.device for curve in simulate(job, plan)[1]) <= job.memory_limit
@@ -155,7 +149,7 @@ class Sized:
     """What the planner proposes for micro-batches of so many samples."""
 
     size: int
-    job: Job
+    job: TrainingJob
     proposal: Proposal
 
     @property
@@ -179,7 +173,7 @@ def sizes_of(samples: int, most: int | None = None) -> list[int]:
     return found if found[-1] == 1 else [*found, 1]
 
 
-def search_sizes(sizes: Iterable[int], plan: Callable[[int], tuple[Job, Proposal]]) -> list[Sized]:
+def search_sizes(sizes: Iterable[int], plan: Callable[[int], tuple[TrainingJob, Proposal]]) -> list[Sized]:
     """Returns what was tried, the chosen size first: the largest with about the shortest step of those that fit; where
     none does, the one that needs least.
 
@@ -223,13 +217,13 @@ def remark_on(found: list[Sized], samples: int, *, measured: bool) -> str:
     chosen = found[0]
     said = f"micro_batch_size={chosen.size} of {samples} samples"
     said += ", whole micro-batches" if chosen.size == samples else f", {samples // chosen.size} parts"
-    others = "; ".join(_row(one) for one in sorted(found, key=lambda one: -one.size) if one is not chosen)
+    others = "; ".join(
+        f"{one.size}: {_costs(one)}" + ("" if one.fits else ", does not fit")
+        for one in sorted(found, key=lambda one: -one.size)
+        if one is not chosen
+    )
     how = "" if measured or not others else "; times are in proportion to samples, a part was not measured"
     return f"{said}: {_costs(chosen)}" + (f"; {others}" if others else "") + how
-
-
-def _row(one: Sized) -> str:
-    return f"{one.size}: {_costs(one)}" + ("" if one.fits else ", does not fit")
 
 
 def _costs(one: Sized) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fold3d.plan.memory.model import StagePeak
+from fold3d.plan.memory import StagePeak
 from fold3d.plan.simulator import Prediction
 from fold3d.plan.space.registry import flags_of
 from fold3d.plan.strategy import MIXED, Strategy

@@ -9,10 +9,9 @@ from typing import Any
 from fold3d import schedule as schedules
 from fold3d.config import AUTO, DEFAULT_BUCKET_BYTES, ParallelConfig
 from fold3d.errors import ConfigError, TraceError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.programs import Programs
-from fold3d.plan.space import dp_sync, group_size, registry, schedule
-from fold3d.plan.strategy import MIXED, Ranges, Strategy, given
+from fold3d.plan.space import dp_sync, registry, schedule
+from fold3d.plan.strategy import MIXED, Constraints, Ranges, Strategy, given
 from fold3d.recompute import Recompute
 from fold3d.trace import Trace
 
@@ -134,7 +133,7 @@ def needs_planner(config: ParallelConfig, constraints: Constraints, dp: int, *, 
         return False
     if constraints.segments is None:
         return True
-    is_open_family = constraints.schedule in group_size.SCHEDULES and constraints.group_size is None
+    is_open_family = constraints.schedule in schedule.SCHEDULES and constraints.group_size is None
     open_order = constraints.schedule is None or is_open_family
     open_ways = dp > 1 and constraints.dp_sync is None
     open_spared = not {"recompute", "offload"} <= set(dict(constraints.settings))

@@ -12,17 +12,16 @@ from fold3d import schedule as schedules
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.layout import Plan, config_errors, core_spared, layout_of, numbers_of, simulate, spared_of_core
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.layout import Plan, core_spared, layout_of, numbers_of, simulate, spared_of_core
 from fold3d.plan.measured import with_times, without_recomputed
-from fold3d.plan.memory.model import StagePeak, peaks_of
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import Spared, StagePeak, peaks_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.simulator import prediction_of
-from fold3d.plan.space import bucket_bytes, offload, recompute, registry
+from fold3d.plan.space import dp_sync, offload, recompute, registry
 from fold3d.plan.space.offload import OPTIMIZER as OFFLOAD_OPTIMIZER
-from fold3d.plan.strategy import MIXED, Strategy, name_of
+from fold3d.plan.strategy import MIXED, Constraints, Strategy, name_of
+from fold3d.schedule.library import config_errors
 from fold3d.topology import num_segments
 
 DECISIVE = 1.1
@@ -38,7 +37,7 @@ Progress = Callable[[int, PlanProgress], None]
 what it raises ends the search."""
 
 
-def search(job: Job, constraints: Constraints | None = None, *, progress: Progress | None = None) -> Proposal:
+def search(job: TrainingJob, constraints: Constraints | None = None, *, progress: Progress | None = None) -> Proposal:
     """Returns the settings with the shortest predicted step among those that `constraints` leave open.
 
     Deterministic; uses all cores; needs no process group, so any rank may call it alone. Of settings that are equal to
@@ -54,7 +53,7 @@ def search(job: Job, constraints: Constraints | None = None, *, progress: Progre
 
 
 def search_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[TrainingJob],
     constraints: Constraints | None = None,
     *,
     beat_ms: float | None = None,
@@ -69,7 +68,7 @@ def search_jobs(
     """
     constraints = constraints or Constraints()
     registry.check(constraints)
-    variants: list[tuple[int, Settings, Job]] = []
+    variants: list[tuple[int, Settings, TrainingJob]] = []
     for number, job in enumerate(jobs):
         if (
             job.memory_limit is None
@@ -82,9 +81,9 @@ def search_jobs(
 
 
 def _search(
-    jobs: Sequence[Job],
+    jobs: Sequence[TrainingJob],
     constraints: Constraints,
-    variants: Sequence[tuple[int, Settings, Job]],
+    variants: Sequence[tuple[int, Settings, TrainingJob]],
     beat_ms: float | None = None,
     progress: Progress | None = None,
 ) -> list[Found]:
@@ -120,7 +119,7 @@ def _search(
     return results
 
 
-def _check(job: Job, constraints: Constraints) -> None:
+def _check(job: TrainingJob, constraints: Constraints) -> None:
     """Raises: ConfigError for what is fixed and does not fit the model."""
     schedules.check_group_size(constraints.group_size)
     if constraints.ranges is not None:
@@ -143,7 +142,7 @@ def _with_spared(constraints: Constraints) -> Settings:
     return tuple((dict(constraints.settings) | decided).items())
 
 
-def _space(job: Job, constraints: Constraints) -> _C.PlanSpace:
+def _space(job: TrainingJob, constraints: Constraints) -> _C.PlanSpace:
     """Returns what is fixed, and what is to be tried of the rest."""
     options, name = _C.PlanSpace(), constraints.schedule
     options.segments = constraints.segments
@@ -158,7 +157,7 @@ def _space(job: Job, constraints: Constraints) -> _C.PlanSpace:
         options.set_ways(["early", "zero1"], True)
     else:
         options.set_ways([constraints.dp_sync], False)
-    options.bucket_bytes = list(bucket_bytes.KNOB.values(job, constraints, {}))
+    options.bucket_bytes = list(dp_sync.BUCKET_BYTES.values(job, constraints))
     again, leaves = recompute.KNOB.fixed(constraints), offload.KNOB.fixed(constraints)
     options.set_spared(core_spared(job, spared_from(constraints)), again is None, leaves is None)
     return options
@@ -169,7 +168,7 @@ class _Variant:
     """What came out with one combination of settings."""
 
     settings: Settings
-    job: Job
+    job: TrainingJob
     """With what they cost."""
     plan: _C.PlanFound
 
@@ -178,7 +177,7 @@ class _Variant:
 class Found:
     """What a search says of a job."""
 
-    job: Job
+    job: TrainingJob
     constraints: Constraints
     space: _C.PlanSpace
     variants: list[_Variant]
@@ -248,13 +247,14 @@ class Found:
         )
         early = round(step.early_gathers / job.pp) if planned is not None else None
         traded = [*self._traded(best, plan, peaks), *self._on_host(best, plan, peaks)]
+        times = [] if job.profile.measured else ["layers were not measured: times are shares of FLOPs"]
         return Proposal(
             strategy=strategy,
             prediction=prediction_of(step, early_gathers=early),
             peaks=peaks,
             limited=job.memory_limit is not None,
             cut_by_flops=list(strategy.ranges) == split_ranges(job.trace, strategy.num_chunks),
-            remarks=(*_on_limits(job, peaks), *traded, *_on_times(job), *remarks),
+            remarks=(*_on_limits(job, peaks), *traded, *times, *remarks),
             runners_up=self._runners_up(best),
             second_best=second_best,
         )
@@ -355,7 +355,7 @@ def _rank(one: _Variant) -> tuple[int, int, int]:
     return 1, max(peak.bytes for peak in best.peaks), best.step_ns
 
 
-def _plan_of(job: Job, found: _C.PlanCandidate, fixed: Spared) -> Plan:
+def _plan_of(job: TrainingJob, found: _C.PlanCandidate, fixed: Spared) -> Plan:
     return Plan(
         ranges=tuple(found.layout.ranges),
         schedule=found.schedule,
@@ -367,12 +367,12 @@ def _plan_of(job: Job, found: _C.PlanCandidate, fixed: Spared) -> Plan:
     )
 
 
-def _fits(job: Job, peaks: Sequence[_C.PlanPeak]) -> bool:
+def _fits(job: TrainingJob, peaks: Sequence[_C.PlanPeak]) -> bool:
     limit, pool = job.memory_limit, job.pool_limit
     return all((limit is None or one.bytes <= limit) and (pool is None or one.pool <= pool) for one in peaks)
 
 
-def _on_limits(job: Job, peaks: Sequence[StagePeak]) -> list[str]:
+def _on_limits(job: TrainingJob, peaks: Sequence[StagePeak]) -> list[str]:
     memory, pool = max(peak.bytes for peak in peaks), max(peak.pool for peak in peaks)
     if job.memory_limit is not None and memory > job.memory_limit:
         return [
@@ -389,12 +389,8 @@ def _on_limits(job: Job, peaks: Sequence[StagePeak]) -> list[str]:
     return []
 
 
-def _on_times(job: Job) -> list[str]:
-    return [] if job.profile.measured else ["layers were not measured: times are shares of FLOPs"]
-
-
 def decide(
-    job: Job, constraints: Constraints, steps_parts: Callable[[], bool], *, progress: Progress | None = None
+    job: TrainingJob, constraints: Constraints, steps_parts: Callable[[], bool], *, progress: Progress | None = None
 ) -> Proposal:
     """Returns the best proposal with early gathers, which hide more than the simulator tells (every replica's step of
     its own shard comes before a zero1 gather, not under it); with zero1 in it only where memory asks for it.
@@ -409,7 +405,7 @@ def decide(
 
 
 def decide_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[TrainingJob],
     constraints: Constraints,
     steps_parts: Callable[[], bool],
     *,
@@ -469,12 +465,12 @@ def _asks_for_zero1(found: Found) -> bool:
 
 
 def recheck(
-    job: Job,
+    job: TrainingJob,
     strategy: Strategy,
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     tp_ms: tuple[Sequence[float], Sequence[float]] | None = None,
-    others: Sequence[Job] = (),
+    others: Sequence[TrainingJob] = (),
 ) -> Proposal | None:
     """Returns a better strategy for the times that a run measured, or None if none is better by 3 %.
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fold3d import _C
-from fold3d.errors import ConfigError
-from fold3d.plan.cluster_model import Cluster, Work, cluster_model, fastest_early_gathers
+from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model, fastest_early_gathers
 from fold3d.schedule import parse_action
+from fold3d.schedule.library import config_errors
 from fold3d.topology import of_stage
+
+Record = tuple[str, str, int, int, int]
+"""(lane, action text, start_ns, end_ns, bytes), as a run records it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +58,14 @@ class Prediction:
     """Simulated until two took the same time."""
     steady: bool
     """False: they never did; step_ms is that of the last one."""
-    records: tuple[tuple[dict[str, str | int], ...], ...]
+    records: tuple[tuple[Record, ...], ...]
     """Per rank what the timeline shows (fold3d.observe.timeline); empty unless asked for."""
 
 
 def predict(
     schedule: _C.Schedule,
     work: Work,
-    cluster: Cluster,
+    cluster: ClusterCosts,
     *,
     dp_sync: str = "zero1",
     early_gathers: int | None = None,
@@ -89,14 +92,12 @@ def predict(
         work = work.in_buckets(bucket_bytes)
     model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync, layers_per_bucket=layers_per_bucket)
     early = dp_sync in ("early", "unvoted")
-    try:
+    with config_errors():
         if early and early_gathers is None:
             numbers = range(_most_buckets(work, schedule.pp, layers_per_bucket))
             early_gathers = fastest_early_gathers(schedule, model, numbers, max_steps)
         model.early_gathers = early_gathers if early and early_gathers is not None else -1
         step = _C.simulate_step(schedule, model, max_steps, True, timeline)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return prediction_of(step, early_gathers=model.early_gathers if early else None, timeline=timeline)
 
 
@@ -116,16 +117,14 @@ def prediction_of(step: _C.TrainingStep, *, early_gathers: int | None, timeline:
     )
 
 
-def step_ms(schedule: _C.Schedule, work: Work, cluster: Cluster, *, dp_sync: str = "zero1") -> float:
+def step_ms(schedule: _C.Schedule, work: Work, cluster: ClusterCosts, *, dp_sync: str = "zero1") -> float:
     """Returns only the step's milliseconds, several times faster than `predict`; for searches.
 
     With "early" and "unvoted", gathers begin whenever the network is idle. Raises: ConfigError as `predict`.
     """
     model = cluster_model(work, cluster, pp=schedule.pp, dp_sync=dp_sync)
-    try:
+    with config_errors():
         return _C.simulate_step(schedule, model, breakdown=False).step_ns / 1e6
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
@@ -137,21 +136,13 @@ def _most_buckets(work: Work, pp: int, layers_per_bucket: int) -> int:
 
 
 def _breakdown(rank: _C.RankBreakdown) -> RankBreakdown:
-    return RankBreakdown(
-        compute_ms=rank.compute_ns / 1e6,
-        bubble_ms=rank.bubble_ns / 1e6,
-        exposed_pp_ms=rank.exposed_pp_ns / 1e6,
-        exposed_dp_ms=rank.exposed_dp_ns / 1e6,
-        exposed_offload_ms=rank.exposed_offload_ns / 1e6,
-        hidden_dp_ms=rank.hidden_dp_ns / 1e6,
-        pp_bytes=rank.pp_bytes,
-        dp_bytes=rank.dp_bytes,
-        exposed_tp_ms=rank.exposed_tp_ns / 1e6,
-    )
+    times = ("compute", "bubble", "exposed_pp", "exposed_dp", "exposed_offload", "hidden_dp", "exposed_tp")
+    milliseconds = {f"{name}_ms": getattr(rank, f"{name}_ns") / 1e6 for name in times}
+    return RankBreakdown(**milliseconds, pp_bytes=rank.pp_bytes, dp_bytes=rank.dp_bytes)
 
 
-def _records(step: _C.TrainingStep) -> tuple[tuple[dict[str, str | int], ...], ...]:
-    ranks: list[list[dict[str, str | int]]] = [[] for _ in step.ranks]
+def _records(step: _C.TrainingStep) -> tuple[tuple[Record, ...], ...]:
+    ranks: list[list[Record]] = [[] for _ in step.ranks]
     free = [0] * len(ranks)  # since when the rank computes nothing
     gathered = {(span.rank, span.end_ns) for span in step.spans if span.text.endswith("GATHER")}
     for span in step.spans:
@@ -160,9 +151,9 @@ def _records(step: _C.TrainingStep) -> tuple[tuple[dict[str, str | int], ...], .
             begin, free[span.rank] = free[span.rank], span.end_ns
             if begin < span.start_ns:
                 text = _awaited(span, (span.rank, span.start_ns) in gathered)
-                mine.append(_record(span.rank, "wait", text, begin, span.start_ns, 0))
+                mine.append(("wait", text, begin, span.start_ns, 0))
         lane = "gather" if span.text.endswith("GATHER") else span.lane  # the simulator's rings carry both
-        mine.append(_record(span.rank, lane, span.text, span.start_ns, span.end_ns, span.bytes))
+        mine.append((lane, span.text, span.start_ns, span.end_ns, span.bytes))
     return tuple(tuple(rank) for rank in ranks)
 
 
@@ -173,7 +164,3 @@ def _awaited(span: _C.SimulatedSpan, gathered: bool) -> str:
     if forward and (gathered or action.chunk == 0):  # nothing but DP.sync holds up the first chunk
         return f"{action.chunk}GATHER"
     return f"{action.chunk}RECV_{'F' if forward else 'B'}{action.micro_batch}"
-
-
-def _record(rank: int, lane: str, action: str, start: int, end: int, size: int) -> dict[str, str | int]:
-    return {"rank": rank, "lane": lane, "action": action, "start_ns": start, "end_ns": end, "bytes": size}

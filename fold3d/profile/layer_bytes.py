@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fold3d.placement.recomputed_blocks import modules_inside
-from fold3d.plan.costs import Inside
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.costs import Inside, LayerBytes
 from fold3d.recompute import Choice, Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.torch_private import StorageLabels, storage_key
@@ -151,7 +150,7 @@ def _roots(returned: Any) -> list[Tensor]:
 
 
 @dataclass(slots=True)
-class _Made:
+class _Memory:
     """Memory that an operation has made."""
 
     layer: int
@@ -176,11 +175,11 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._parts = parts
         self._live = 0
-        self._made = StorageLabels[_Made]()
+        self._made = StorageLabels[_Memory]()
         self._layer, self._backward = 0, False
         self._start = [0] * layers  # bytes when its forward begins
         self._forward, self._back = [0] * layers, [0] * layers  # most while it is under way
-        self._kept: list[_Made] = []
+        self._kept: list[_Memory] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -197,7 +196,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_key(leaf) in given:  # changed in place, or a view, of what was there before
                 continue
             in_block = 0 < self._layer < len(self._start) - 1
-            made = self._made[leaf] = _Made(self._layer, self._parts.bytes_of(name, tensors, leaf, in_block))
+            made = self._made[leaf] = _Memory(self._layer, self._parts.bytes_of(name, tensors, leaf, in_block))
             self._live += made.bytes
             weakref.finalize(leaf.untyped_storage(), self._freed, made)
         self._note()
@@ -209,7 +208,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None:
             self._live += made.grow(tensor.untyped_storage().nbytes())
 
-    def _freed(self, made: _Made) -> None:
+    def _freed(self, made: _Memory) -> None:
         self._live -= made.bytes
 
     def _note(self) -> None:

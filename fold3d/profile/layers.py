@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.placement.bucket_layout import FP32_BYTES
-from fold3d.plan.costs import Inside, Profile
-from fold3d.plan.memory.layer_bytes import LayerBytes, estimated
-from fold3d.profile.calls import ModuleCall, TensorShape, record_calls
+from fold3d.plan.costs import Inside, LayerBytes, Profile, estimated
+from fold3d.profile.calls import ModuleCall, TensorShape, Timing, record_calls, time_call
 from fold3d.profile.layer_bytes import inside_of, layer_bytes
 from fold3d.profile.optimizer import UpdateCost, update_cost
-from fold3d.profile.stopwatch import Timing, time_call
 from fold3d.recompute import NOTHING, Recompute
 from fold3d.trace import BlockCost, Trace
 from fold3d.trace.module_results import Value
@@ -82,12 +80,13 @@ def profile_model(
     flops = [cost.flops for _, cost in entries]
     complete = _fill(layers, flops, device)
     handed = [handed_on(calls, trace, block) for block in range(len(trace.blocks))]
-    needs = _bytes(model, trace, micro_batch, device, autocast, prepare, complete, handed)
+    forward = [layer.forward for layer in complete]
+    how: dict[str, Any] = {"device": device, "autocast": autocast, "prepare": prepare}
     update = _optimizer_cost(optimizer, device)
     return Profile(
-        forward=tuple(layer.forward for layer in complete),
+        forward=tuple(forward),
         backward=tuple(layer.backward for layer in complete),
-        layers=needs,
+        layers=_bytes(lambda: layer_bytes(model, trace, micro_batch, **how), complete, handed),
         activation_bytes=tuple(handed),
         gradient_bytes={name: FP32_BYTES * p.numel() if p.requires_grad else 0 for name, p in model.named_parameters()},
         parameter_bytes=trace.parameter_bytes(model),
@@ -97,43 +96,26 @@ def profile_model(
         update_bytes=update.workspace,
         updates_together=update.together,
         measured=any(timing is not None for timing in timings.values()),
-        inside=_inside(model, trace, micro_batch, recompute, complete, device, autocast, prepare),
+        inside=_inside(lambda: inside_of(model, trace, micro_batch, recompute, forward, **how)),
     )
 
 
-def _inside(
-    model: nn.Module,
-    trace: Trace,
-    micro_batch: Mapping[str, Any],
-    recompute: Recompute,
-    timings: Sequence[Timing],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    prepare: Callable[[nn.Module], object],
-) -> tuple[Inside, ...]:
+def _inside(count: Callable[[], tuple[Inside, ...]]) -> tuple[Inside, ...]:
     """Returns what `inside_of` says; nothing where the whole model cannot run without values."""
-    forward = [timing.forward for timing in timings]
     try:
-        return inside_of(model, trace, micro_batch, recompute, forward, device, autocast=autocast, prepare=prepare)
+        return count()
     except Exception as error:  # whatever a model raises on tensors without values
         _log.info("what modules inside of blocks recompute is not planned with (%s: %s)", type(error).__name__, error)
         return ()
 
 
 def _bytes(
-    model: nn.Module,
-    trace: Trace,
-    micro_batch: Mapping[str, Any],
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    prepare: Callable[[nn.Module], object],
-    timings: Sequence[Timing],
-    handed: Sequence[int],
+    count: Callable[[], tuple[LayerBytes, ...]], timings: Sequence[Timing], handed: Sequence[int]
 ) -> tuple[LayerBytes, ...]:
-    """Returns what each layer needs in memory; where the whole model cannot run without values, what was kept when its
-    layers ran alone."""
+    """Returns what `layer_bytes` says; where the whole model cannot run without values, what was kept when its layers
+    ran alone."""
     try:
-        return layer_bytes(model, trace, micro_batch, device, autocast=autocast, prepare=prepare)
+        return count()
     except Exception as error:  # whatever a model raises on tensors without values
         known = any(timing.saved_bytes for timing in timings[1:-1])
         _log.log(

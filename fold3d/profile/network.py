@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.comms.connections import connect_replicas, connect_shards, connect_stages, find_hosts
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, connect_shards, find_hosts
-from fold3d.comms.tcp import connect_stages
 from fold3d.device import is_accelerator, synchronize
 from fold3d.plan.costs import NetworkCosts
-from fold3d.topology import Topology
 
 _SMALL = 64  # bytes of a message that is all latency
 _FEW = 5  # repetitions, of which the fastest counts: whatever else happens only adds time
@@ -210,38 +208,30 @@ Action = Callable[[int], None]
 
 
 def probe_network(
-    topology: Topology,
-    groups: Groups,
-    device: torch.device,
-    timeout: float,
-    *,
-    over_tcp: bool,
-    activation_bytes: int,
-    seconds: float = 1.0,
+    groups: Groups, timeout: float, *, over_tcp: bool, activation_bytes: int, seconds: float = 1.0
 ) -> NetworkCosts:
     """Returns latency and bandwidth of PP.sync and DP.sync, the slowest of all ranks; all ranks of the job call it.
 
     All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
 
     Args:
-        groups: with p2p groups and rings unless `over_tcp`.
-        device: where the tensors that travel are.
+        groups: with p2p groups and rings unless `over_tcp`; tensors that travel are on their device.
         timeout: seconds that no message and no sum may take longer than.
         over_tcp: as in training: connections and rings of our own, else torch's process groups.
         activation_bytes: of a pipeline message.
         seconds: about how long to measure, at most twice as long.
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
-
+    topology, device = groups.topology, groups.device
     with ExitStack() as stack:
         pass_on = sum_up = start = None
         if topology.pp > 1:
-            messages = tcp_messages(topology, groups, timeout) if over_tcp else _messages(topology, groups, device)
+            messages = tcp_messages(groups, timeout) if over_tcp else _messages(groups)
             pass_on = stack.enter_context(messages)
             mover = stack.enter_context(ThreadPoolExecutor(1, "fold3d-probe"))
             start = _moving(mover, pass_on)
         if topology.dp > 1:
-            sums = _ring_sums(topology, groups, device, timeout) if over_tcp else _sums(topology, groups, device)
+            sums = _ring_sums(groups, timeout) if over_tcp else _sums(groups)
             sum_up, start = stack.enter_context(sums)
         return measure_network(
             pass_on=pass_on,
@@ -288,16 +278,7 @@ def _computing(start: Start, device: torch.device) -> Callable[[int, int, int], 
     return compute
 
 
-def probe_shards(
-    topology: Topology,
-    groups: Groups,
-    device: torch.device,
-    timeout: float,
-    *,
-    over_tcp: bool,
-    size: int,
-    seconds: float = 0.4,
-) -> ShardLink:
+def probe_shards(groups: Groups, timeout: float, *, over_tcp: bool, size: int, seconds: float = 0.4) -> ShardLink:
     """Returns what TP.sync travels by, of the slowest rank; all ranks of the job call it.
 
     All tensor-parallel groups measure at the same time, so ranks that share a network card share it here, too.
@@ -307,7 +288,7 @@ def probe_shards(
         seconds: about how long to measure, at most twice as long, but for some tenths of a second in which is computed.
     Raises: RuntimeError (CommError, or torch's own) when a rank is gone or does not come.
     """
-    arbiter = _C.NicArbiter("", True)
+    topology, device, arbiter = groups.topology, groups.device, _C.NicArbiter("", True)
     shards = connect_shards(topology, groups, arbiter, timeout, over_tcp=over_tcp, hosts=find_hosts(groups))
 
     def sum_up(size: int) -> None:
@@ -395,8 +376,9 @@ class _Watch:
 
 
 @contextmanager
-def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator[Action]:
+def tcp_messages(groups: Groups, timeout: float) -> Iterator[Action]:
     """All stages at once: a message to the next stage, then one to the stage before, as in forward and backward."""
+    topology = groups.topology
     peers = connect_stages(topology, groups.world, timeout)
     stage = topology.pp_rank
     watch = _Watch(peers, timeout)
@@ -426,11 +408,9 @@ def tcp_messages(topology: Topology, groups: Groups, timeout: float) -> Iterator
 
 
 @contextmanager
-def _ring_sums(
-    topology: Topology, groups: Groups, device: torch.device, timeout: float
-) -> Iterator[tuple[Action, Start]]:
-    arbiter = _C.NicArbiter("", True)
-    sync = connect_replicas(topology, groups, arbiter, device, timeout, over_tcp=True)
+def _ring_sums(groups: Groups, timeout: float) -> Iterator[tuple[Action, Start]]:
+    topology, arbiter = groups.topology, _C.NicArbiter("", True)
+    sync = connect_replicas(topology, groups, arbiter, groups.device, timeout, over_tcp=True)
     steps = iter(range(1, 1 << 30))
 
     def sum_up(size: int) -> None:
@@ -466,8 +446,9 @@ def _ring_sums(
 
 
 @contextmanager
-def _messages(topology: Topology, groups: Groups, device: torch.device) -> Iterator[Action]:
+def _messages(groups: Groups) -> Iterator[Action]:
     """As tcp_messages, by torch's process groups."""
+    topology, device = groups.topology, groups.device
     stages, stage = topology.pipeline(topology.dp_rank), topology.pp_rank
 
     def pass_on(size: int) -> None:
@@ -486,9 +467,9 @@ def _messages(topology: Topology, groups: Groups, device: torch.device) -> Itera
 
 
 @contextmanager
-def _sums(topology: Topology, groups: Groups, device: torch.device) -> Iterator[tuple[Action, Start]]:
+def _sums(groups: Groups) -> Iterator[tuple[Action, Start]]:
     """What a ring of replicas sends, without the sums: gloo's own all-reduce is slower than fold3d's. NCCL's is not."""
-    dp, replica = topology.dp, topology.dp_rank
+    dp, replica, device = groups.topology.dp, groups.topology.dp_rank, groups.device
 
     def ring(size: int) -> None:
         mine = torch.zeros(max(1, size // dp), dtype=torch.uint8, device=device)

@@ -3,7 +3,7 @@
 import torch  # noqa: F401  loads the libraries that _C is linked with
 
 from fold3d.rivals.layer_graph import GraphNode, LayerGraph
-from fold3d.rivals.pipedream import COSTS, Level, PipedreamPlan, Row, Stage, pipedream
+from fold3d.rivals.pipedream import COSTS, LayerRow, Level, PipedreamPlan, Stage, pipedream
 from fold3d.rivals.ptd_p import PtdPlan, Transformer, ptd_p
 from fold3d.rivals.two_bw import EqualBlocks, TwoBwPlan, two_bw
 
@@ -12,10 +12,10 @@ __all__ = [
     "EqualBlocks",
     "GraphNode",
     "LayerGraph",
+    "LayerRow",
     "Level",
     "PipedreamPlan",
     "PtdPlan",
-    "Row",
     "Stage",
     "Transformer",
     "TwoBwPlan",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fold3d.errors import ConfigError
-from fold3d.rivals.pipedream import Row, Stage
+from fold3d.rivals.pipedream import LayerRow, Stage
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -92,7 +92,7 @@ class LayerGraph:
             stage_of.update(dict.fromkeys((node.name for node in row[stage.first : stage.end]), number))
         return replace(self, nodes=tuple(replace(node, stage=stage_of[node.name]) for node in self.nodes))
 
-    def row(self) -> Row:
+    def row(self) -> LayerRow:
         """Returns the layers one after the other, as the model runs them, with all that crosses the cut behind each.
 
         Inputs of the model and outputs that nobody takes are left out: they are no work. Where ways run side by side a
@@ -110,7 +110,7 @@ class LayerGraph:
         for node in order:
             for number in range(place[node.name], last_use[node.name]):
                 crossing[number] += sum(node.activation_bytes)
-        return Row(
+        return LayerRow(
             names=tuple(node.description for node in order),
             seconds=tuple((node.forward_ms + node.backward_ms) / 1e3 for node in order),
             sent_bytes=tuple(crossing),

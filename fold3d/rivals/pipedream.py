@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fold3d import _C
 from fold3d.errors import ConfigError
+from fold3d.schedule.library import config_errors
 
 COSTS = ("ring", "text")
 """What an all-reduce of W bytes over m replicas takes on links of bandwidth B: "ring": 2 (m - 1) / m W / B, what a ring
@@ -15,7 +16,7 @@ takes; "text": 2 (m - 1) W / B, as the recurrence is printed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LayerRow:
     """Layers one after the other, which may be cut between any two."""
 
     names: tuple[str, ...]
@@ -82,7 +83,7 @@ class PipedreamPlan:
         return tuple(found)
 
 
-def pipedream(row: Row, levels: Sequence[Level], cost: str = "ring") -> PipedreamPlan:
+def pipedream(row: LayerRow, levels: Sequence[Level], cost: str = "ring") -> PipedreamPlan:
     """Returns the partition with the fastest slowest stage, by the recurrence of chapter 2 of Narayanan's dissertation.
 
     Args:
@@ -93,14 +94,7 @@ def pipedream(row: Row, levels: Sequence[Level], cost: str = "ring") -> Pipedrea
     """
     if cost not in COSTS:
         raise ConfigError(f"cost={cost!r}: set it to one of {', '.join(COSTS)}")
-    try:
-        seconds, stages = _C.pipedream(
-            row.seconds,
-            row.sent_bytes,
-            row.parameter_bytes,
-            [(level.components, level.bandwidth) for level in levels],
-            cost == "text",
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    machines = [(level.components, level.bandwidth) for level in levels]
+    with config_errors():
+        seconds, stages = _C.pipedream(row.seconds, row.sent_bytes, row.parameter_bytes, machines, cost == "text")
     return PipedreamPlan(seconds, tuple(Stage(*stage) for stage in stages))

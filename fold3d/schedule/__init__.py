@@ -18,16 +18,18 @@ from fold3d._C import (
     unit_timeline,
     waits_for,
 )
-from fold3d.schedule.files import load_csv, parse_csv, save_csv
 from fold3d.schedule.library import (
     by_micro_batch,
     check_group_size,
     forward_only,
     generate,
+    load_csv,
     lower,
     names,
     only_segments,
+    parse_csv,
     registry,
+    save_csv,
     shortened,
     style_of,
     validate,

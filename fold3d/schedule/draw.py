@@ -12,6 +12,7 @@ from fold3d.topology import segment_of, stage_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORWARD_COST = 1
 BACKWARD_COST = 2
@@ -68,6 +69,19 @@ def _columns(spans: list[Span], length: int) -> list[str]:
     return columns
 
 
+def blank(size: tuple[float, float], what: str) -> Figure:
+    """Returns a figure of so many inches. Raises: ConfigError if matplotlib is not installed.
+
+    Args:
+        what: is drawn, for the error.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"drawing {what} needs matplotlib, which is not installed: pip install matplotlib") from None
+    return Figure(figsize=size, dpi=110, layout="constrained")  # not pyplot's, which it keeps, and could pick a display
+
+
 def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -> None:
     """Draws the schedule to a file, PNG, SVG or PDF by its suffix: a row per stage, a hue per segment, light forwards
     and dark backwards.
@@ -77,18 +91,9 @@ def picture(schedule: Schedule, path: str | PathLike[str], *, title: str = "") -
 
     Raises: ConfigError if matplotlib is not installed or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "drawing a picture needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
     drawn = timeline(schedule)
-    # A figure with its own canvas: pyplot would keep it alive and could pick a display.
     size = (min(24.0, max(7.0, 3.0 + 0.2 * drawn.makespan)), 1.5 + 0.42 * schedule.pp)
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(size, "a picture")
     axes = figure.add_subplot()
     for rank, spans in enumerate(drawn.ranks):
         _boxes(axes, rank, spans, schedule.pp, drawn.makespan)

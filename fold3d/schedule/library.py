@@ -1,25 +1,59 @@
-"""The registered schedules and what can be done to any schedule; errors become ConfigError."""
+"""The registered schedules, CSV files in the form of torch.distributed.pipelining (one line per rank, cells like 2F0),
+and what can be done to any schedule; errors become ConfigError.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 
 from fold3d import _C
 from fold3d.errors import ConfigError
-from fold3d.schedule.files import load_csv
 from fold3d.topology import LOOP, chunks_of
 
 _MOST_FORWARDS = 10**7  # of all ranks; a step of hours, and gigabytes of actions
 
 
 @contextmanager
-def _config_errors() -> Iterator[None]:
+def config_errors() -> Iterator[None]:
     """Turns the ValueError of the C++ part into ConfigError, which the package raises for bad settings."""
     try:
         yield
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def parse_csv(text: str) -> _C.Schedule:
+    """Returns the schedule written in `text`; empty cells are idle steps and are dropped.
+
+    pp is the number of lines; segments and micro-batches follow from the largest chunk and micro-batch.
+
+    Raises: ConfigError naming line and column of a cell that is not an action.
+    """
+    with config_errors():
+        return _C.parse_csv(text)
+
+
+def load_csv(path: str | PathLike[str]) -> _C.Schedule:
+    """Returns the schedule in a CSV file; it is not validated yet.
+
+    Raises: ConfigError if the file cannot be read or has a cell that is not an action.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the schedule {str(path)!r}: {error}") from None
+    try:
+        return parse_csv(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def save_csv(schedule: _C.Schedule, path: str | PathLike[str]) -> None:
+    """Writes the schedule; `load_csv` gives it back, and torch's own loader takes it."""
+    Path(path).write_text(schedule.csv(), encoding="utf-8")
 
 
 def registry() -> list[_C.SchedulerInfo]:
@@ -77,7 +111,7 @@ def generate(
             f"pp={pp} segments={segments} micro_batches={micro_batches}: more than {_MOST_FORWARDS:.0e} forwards in "
             "one step; lower micro_batches"
         )
-    with _config_errors():
+    with config_errors():
         return _C.generate(name, pp, segments, micro_batches, group_size or 0, turn or "")
 
 
@@ -137,7 +171,7 @@ def lower(
             because copies in the other direction may be in its way.
     Raises: ConfigError, with the grid, if the schedule is not valid.
     """
-    with _config_errors():
+    with config_errors():
         lazy = any(offload)
         return _C.lower(schedule, reduce, list(recompute), list(offload), prefetch_distance, lazy, offload_share)
 
@@ -152,7 +186,7 @@ def without_flush(name: str, *, pp: int, micro_batches: int) -> tuple[_C.Schedul
         the step before; and of the drain.
     Raises: ConfigError for another schedule, or fewer micro-batches.
     """
-    with _config_errors():
+    with config_errors():
         return _C.without_flush(name, pp, 1, micro_batches)
 
 
@@ -163,7 +197,7 @@ def by_micro_batch(pp: int, steps: int) -> list[_C.Schedule]:
     Micro-batches are numbered modulo pp. On a stage a step has the backward of the micro-batch pp - 1 - stage steps
     before, if there is one.
     """
-    with _config_errors():
+    with config_errors():
         return _C.by_micro_batch(pp, steps)
 
 
@@ -183,7 +217,7 @@ def validate_room(
         sent_bytes: bytes that each chunk sends to the next for a micro-batch, and gets back. Empty: not counted.
     Raises: ConfigError, which names the rank, what it needs and what there is.
     """
-    with _config_errors():
+    with config_errors():
         _C.validate_room(schedule, device, pool, stash_bytes, sent_bytes)
 
 
@@ -192,5 +226,5 @@ def validate(schedule: _C.Schedule, *, forward_only: bool = False) -> None:
 
     Raises: ConfigError, with the grid and the offending cell marked, if it is not.
     """
-    with _config_errors():
+    with config_errors():
         _C.validate(schedule, forward_only)

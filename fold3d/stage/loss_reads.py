@@ -24,7 +24,7 @@ from fold3d.torch_private import StorageLabels, modules_around
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.wrappers import users_hooks, whole_shape
-from fold3d.weights.missing import missing
+from fold3d.weights.release import missing
 
 
 class ForeignTensors:

@@ -43,7 +43,7 @@ from fold3d.trace.arguments import ancestors
 from fold3d.trace.coat import Coat, Wrap, row_beneath
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.shape_only import ShapeOnly
-from fold3d.weights.missing import at_home
+from fold3d.weights.release import at_home
 
 _AS_RECORDED = (
     "as often as in the first batch, by which the model was cut: where other batches run them another number of times, "

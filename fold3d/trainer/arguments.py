@@ -27,7 +27,7 @@ from fold3d.config import (
 )
 from fold3d.errors import ConfigError
 from fold3d.faults.failure import launcher_keeps_store
-from fold3d.faults.job import watch_job
+from fold3d.faults.supervisor import watch_job
 from fold3d.faults.uncaught import report_uncaught
 from fold3d.plan.resolve import FOLLOWED, followed, programs_of, resolve_auto
 from fold3d.topology import Topology

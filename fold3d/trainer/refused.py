@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import WandbCallback
 from fold3d.checkpoint import adapter_files, has_adapters
 from fold3d.errors import ConfigError
 from fold3d.trace.compound import is_compound
-from fold3d.weights.quantise import waiting_to_be_quantised
+from fold3d.weights.materialize import waiting_to_be_quantised
 from fold3d.weights.release import is_released
 
 _NO_DDP = "fold3d does not use DistributedDataParallel, so it has no effect; remove it"

@@ -49,9 +49,8 @@ from fold3d.checkpoint import (
     together,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
-from fold3d.checkpoint.adapters import AdapterFiles
-from fold3d.checkpoint.names import converts_weights, persistent_buffers, saved_names, tied_groups
-from fold3d.checkpoint.regions import Region
+from fold3d.checkpoint.names import AdapterFiles, converts_weights, persistent_buffers, saved_names, tied_groups
+from fold3d.checkpoint.regions import Box
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.engine.engine import Engine
@@ -231,7 +230,7 @@ class CheckpointingTrainer(transformers.Trainer):
         if self._collects:
             if self.args.should_save:
                 self._keep_all_but_weights(folder)
-            buffers = [Region(one.key, one.whole, one.starts, one.data.clone()) for one in own]  # forwards change them
+            buffers = [Box(one.key, one.whole, one.starts, one.data.clone()) for one in own]  # forwards change them
             self._background.to_files(everywhere, None, WeightsFiles(folder), buffers)
             return
         with self._delivering(folder) as delivery:
@@ -277,7 +276,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._delivering(Path(str(self.args.output_dir))) as delivery:
             return delivery.to_rank_0([*everywhere, *own])
 
-    def _own_weights(self, names: Mapping[str, str]) -> tuple[list[Region[str]], list[Region[str]]]:
+    def _own_weights(self, names: Mapping[str, str]) -> tuple[list[Box[str]], list[Box[str]]]:
         """Returns what this rank is responsible for of the tensors of `names`, by the names they map to: what it has in
         common with other replicas, and what it alone has."""
         owned, parts, buffers = self.engine.owned, self.engine.parts, self.engine.buffers

@@ -51,8 +51,7 @@ from fold3d.trainer.same_arguments import compare_arguments
 from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_again
 from fold3d.trainer.waiting import ModelThen, Waiting
 from fold3d.weights.empty import folder_of
-from fold3d.weights.missing import MissingWeight
-from fold3d.weights.release import is_released
+from fold3d.weights.release import MissingWeight, is_released
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from fold3d.errors import MissingWeightsError
 from fold3d.sharding.shard import Shard
 from fold3d.trace.coat import Coat, Hook, Wrap
 from fold3d.trace.wrappers import drop_hooks, set_whole_shape
-from fold3d.weights.missing import INSTEAD
+from fold3d.weights.release import INSTEAD
 
 _PART = "_fold3d_part"
 _NAMES_ARE_READ: ContextVar[bool] = ContextVar("names_are_read", default=False)

@@ -26,9 +26,8 @@ from fold3d.trace.batches import is_transformers_model
 from fold3d.trace.compound import is_compound
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.part_marks import state_of
-from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts
-from fold3d.weights.safetensors_header import DTYPES, Stored, read_header
+from fold3d.weights.safetensors_file import DTYPES, Stored, read_header, read_part
 
 
 @dataclass(slots=True)

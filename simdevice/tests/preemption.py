@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C, schedule
-from fold3d.comms import rings
+from fold3d.comms import connections
 from fold3d.comms.groups import Groups
 from fold3d.engine import builder
 from fold3d.topology import Topology
@@ -308,11 +308,11 @@ def as_on_the_cpu_over_cards(case: Case, hosts: str, microseconds: int) -> dict[
     arbiters: list[Any] = []
 
     def join(*args: Any) -> Any:
-        arbiters.append(rings.join_nic_arbiter(*args))
+        arbiters.append(connections.join_nic_arbiter(*args))
         return arbiters[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "host_identity", lambda: hosts[dist.get_rank()])
+        patch.setattr(connections, "host_identity", lambda: hosts[dist.get_rank()])
         patch.setattr(builder, "join_nic_arbiter", join)
         over_cards = case.dp > 1 and hosts[0] != hosts[1]  # two stages of a replica
         looks_on = sim.left_out("news", "message_watch") if over_cards else contextlib.nullcontext()
@@ -324,5 +324,5 @@ def as_on_the_cpu_over_cards(case: Case, hosts: str, microseconds: int) -> dict[
 def failing_over_cards(case: Case, hosts: str, bad_rank: int) -> tuple[float, str]:
     """As layouts.failing, where the ranks lie on these hosts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "host_identity", lambda: hosts[dist.get_rank()])
+        patch.setattr(connections, "host_identity", lambda: hosts[dist.get_rank()])
         return failing(case, bad_rank)

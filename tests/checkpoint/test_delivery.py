@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fold3d.checkpoint import Delivery, WeightsFiles, delivery, regions_of, sees_folder, together
 from fold3d.checkpoint import regions as regions_module
-from fold3d.checkpoint.regions import Entry, Region
+from fold3d.checkpoint.regions import Box, Entry
 from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import CheckpointError
 from fold3d.sharding.shard import Shard
@@ -48,7 +48,7 @@ WHOLE = {
 SPREAD = {"fused": FUSED, "columns": COLUMNS, "nothing": NOTHING, "even": Shard.even(0, 4, 2)}
 
 
-def own(topology: Topology) -> list[Region[str]]:
+def own(topology: Topology) -> list[Box[str]]:
     """Returns what a rank of two shards has of the tensors of its stage."""
     stage, shard = topology.pp_rank, topology.tp_rank
     return [
@@ -116,7 +116,7 @@ def of_replicas(folder: str, is_shared: bool) -> None:
     """Each of four replicas alone has a row."""
     with replicas(4) as world, together("saving", world, 30):
         rank = world.topology.rank
-        mine = Region("rows", (4, 3), (rank, 0), torch.full((1, 3), float(rank)))
+        mine = Box("rows", (4, 3), (rank, 0), torch.full((1, 3), float(rank)))
         made = Delivery(world, 30, is_shared=is_shared)
         made.to_files([], None, WeightsFiles(Path(folder)), [mine])
         world.barrier()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fold3d.checkpoint import regions as module
 from fold3d.checkpoint.regions import (
-    Region,
+    Box,
     boxes,
     read_box,
     regions_of,
@@ -98,7 +98,7 @@ COLUMNS = Shard(1, 5, (((3, 5),), ((0, 3),)))
 NOTHING = Shard(0, 6, ((), ((0, 6),)))
 
 
-def laid(regions: list[Region[str]]) -> tuple[Tensor, Tensor]:
+def laid(regions: list[Box[str]]) -> tuple[Tensor, Tensor]:
     """Returns the whole tensor that regions make up, and how many of them have each element."""
     whole, count = torch.zeros(regions[0].whole), torch.zeros(regions[0].whole)
     for region in regions:
@@ -116,7 +116,7 @@ def test_all_ranks_write_each_element_once(
 ) -> None:
     monkeypatch.setattr(module, "_SMALL", small)
     whole = torch.randn(6, 5)
-    found: list[Region[str]] = []
+    found: list[Box[str]] = []
     for rank in range(1 if shard is None else shard.ranks):
         part = whole if shard is None else shard.take(whole, rank)
         mine = regions_of("w", part, shard, rank)
@@ -132,7 +132,7 @@ def test_all_ranks_write_each_element_once(
 def test_pieces_of_parts_make_up_the_whole(shard: Shard | None, cut: int, channels_last: bool) -> None:
     """A shard of a bucket ends anywhere within a parameter, in the order of its memory."""
     whole = torch.randn(6, 5, 2, 3)
-    found: list[Region[str]] = []
+    found: list[Box[str]] = []
     for rank in range(1 if shard is None else shard.ranks):
         part = whole if shard is None else shard.take(whole, rank)
         if channels_last:

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fold3d.checkpoint.relay import Relay
+from fold3d.checkpoint.delivery import Relay
 from fold3d.comms import world_group
-from fold3d.comms.tree import Tree
-from fold3d.comms.tree_group import TreeGroup
+from fold3d.comms.tree_group import Tree, TreeGroup
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from fold3d.checkpoint import regions_of, write_all
 from fold3d.checkpoint.delivery import Location
+from fold3d.checkpoint.manifest import defect
 from fold3d.checkpoint.regions import Entry
-from fold3d.checkpoint.safetensors_file import defect, make_file
+from fold3d.checkpoint.weights import make_file
 
 TENSORS = {
     "b.weight": torch.randn(3, 5),

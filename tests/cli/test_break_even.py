@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fold3d.cli.tables import rivals_of
+from fold3d.cli.rivals import rivals_of
 
 
 def test_sums_are_exposed_beyond_the_last_backward() -> None:

@@ -126,7 +126,7 @@ def test_the_picture_says_what_the_text_says(capsys, tmp_path, monkeypatch):
     names = ("compute", "bubble", "exposed PP.sync", "exposed DP.sync", "hidden DP.sync")
     for name, ms in zip(names, rank0, strict=True):  # the ranks are alike
         assert f"{name} {100 * ms / step:.1f} %" in title
-    lanes = {record["lane"] for rank in seen["records"] for record in rank if record["action"].endswith("GATHER")}
+    lanes = {lane for rank in seen["records"] for lane, action, *_ in rank if action.endswith("GATHER")}
     assert lanes == {"gather", "wait"}
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fold3d.cluster import launch, prices
-from fold3d.cluster.cost import GREEDY, UNIFORM, Offer, Plan, Terms, offers
+from fold3d.cluster import launch
+from fold3d.cluster.cost import GREEDY, UNIFORM, MachinePlan, Offer, Terms, offers
+from fold3d.cluster.devices import Machine, choose_machines, read_prices
 from fold3d.cluster.rates import Measured, Measurement
 from fold3d.errors import ConfigError
 
@@ -27,16 +28,16 @@ k80,1,0.45,4,12,100
 FOREVER = Terms(tokens=1e9, deadline=math.inf, restart=1.0 / 3600.0, up=1e9, down=1e-9, draws=2)
 
 
-def machines(tmp_path: Path, text: str) -> dict[str, prices.Machine]:
+def machines(tmp_path: Path, text: str) -> dict[str, Machine]:
     path = tmp_path / "prices.csv"
     path.write_text(text)
-    return {one.device: one for one in prices.read(path)}
+    return {one.device: one for one in read_prices(path)}
 
 
 def test_four_days_of_a_v100(tmp_path: Path) -> None:
     """A3C, which is 2.15015 times as fast on a V100: 96 h of it cost 88.13 as a spot machine, and on a K80 55.73."""
     there = machines(tmp_path, AWS)
-    plans = [Plan(machine=there["v100"], rate=2.15015), Plan(machine=there["k80"], rate=1.0)]
+    plans = [MachinePlan(machine=there["v100"], rate=2.15015), MachinePlan(machine=there["k80"], rate=1.0)]
     terms = Terms(tokens=96 * 3600 * 2.15015, deadline=math.inf, restart=1.0 / 3600.0, up=1e9, down=1e-9, draws=2)
     cheap, dear = offers(plans, Measured(), terms)
     assert (cheap.plan.machine.device, dear.plan.machine.device) == ("k80", "v100")
@@ -61,7 +62,7 @@ def test_table_6_1(
     """Throughput per dollar against a K80, at GCP's prices."""
     there = machines(tmp_path, GCP)
     rates = {"k80": 1.0, "p100": p100, "v100": v100}
-    found = offers([Plan(machine=there[kind], rate=rate) for kind, rate in rates.items()], Measured(), FOREVER)
+    found = offers([MachinePlan(machine=there[kind], rate=rate) for kind, rate in rates.items()], Measured(), FOREVER)
     cost = {one.plan.machine.device: one.dollars_per_1e9 for one in found}
     assert round(cost["k80"] / cost["p100"], 1) == dollar_p100
     assert round(cost["k80"] / cost["v100"], 1) == dollar_v100
@@ -79,10 +80,10 @@ def made(tmp_path: Path, *, deadline: float = math.inf, measured: Measured | Non
     """Returns the offers for a100-80 x8, x16 and l4 x8; 10 h of work on the first."""
     path = tmp_path / "prices.csv"
     path.write_text(PRICES)
-    chosen = prices.choose("a100-80:8,a100-80:16,l4:8", prices.read(path))
+    chosen = choose_machines("a100-80:8,a100-80:16,l4:8", read_prices(path))
     assert [(one.cloud, one.count) for one in chosen] == [("gcp", 1), ("gcp", 2), ("gcp", 2)]
     plans = [
-        Plan(machine=machine, rate=rate, layout="dp=2 tp=4 pp=1", flags="--dp 2 --tp 4")
+        MachinePlan(machine=machine, rate=rate, layout="dp=2 tp=4 pp=1", flags="--dp 2 --tp 4")
         for machine, rate in zip(chosen, (1e5, 1.8e5, 1e4), strict=True)
     ]
     terms = Terms(tokens=3.6e9, deadline=deadline, restart=0.1, up=8.0, down=2.0, draws=20)
@@ -149,9 +150,9 @@ def test_prices_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> 
     path = tmp_path / "prices.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        prices.read(path)
+        read_prices(path)
     with pytest.raises(ConfigError, match="cannot be read as prices"):
-        prices.read(tmp_path / "nowhere.csv")
+        read_prices(tmp_path / "nowhere.csv")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_devices_that_cannot_be_had(tmp_path: Path, devices: str, message: str) 
     path = tmp_path / "prices.csv"
     path.write_text(PRICES)
     with pytest.raises(ConfigError, match=message):
-        prices.choose(devices, prices.read(path))
+        choose_machines(devices, read_prices(path))
     path.write_text("device,gpus,price\nl4,4,1\n")
     with pytest.raises(ConfigError, match="l4:8 are 2 machines; --prices must say network_gbit of them"):
-        prices.choose("l4:8", prices.read(path))
+        choose_machines("l4:8", read_prices(path))

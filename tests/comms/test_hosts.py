@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from fold3d.comms import rings
-from fold3d.comms.rings import spread_of_shards, warn_of_hosts
+from fold3d.comms import connections
+from fold3d.comms.connections import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
@@ -19,8 +19,8 @@ def warnings_of(hosts: list[str], cost: str) -> list[str]:
     world = WorldGroup(topology, 20.0)
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings.logger, "warning", lambda text, *values: told.append(text % values))
-        patch.setattr(rings, "host_identity", lambda: hosts[rank])
+        patch.setattr(connections.logger, "warning", lambda text, *values: told.append(text % values))
+        patch.setattr(connections, "host_identity", lambda: hosts[rank])
         warn_of_hosts(spread_of_shards(world), topology, cost)
     world.close()
     return told

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fold3d.comms.tree import FAN_OUT, Tree
-from fold3d.comms.world_group import connections, messages
+from fold3d.comms.tree_group import FAN_OUT, Tree
 from fold3d.topology import Topology
+from tests.helpers.trees import connections, levels, messages
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 21, 22, 64, 100, 512, 4096]
 
@@ -32,8 +32,8 @@ def test_levels_are_as_many_as_the_longest_way_up(size: int) -> None:
         parent = tree.parent(member)
         return 0 if parent is None else 1 + depth(parent)
 
-    assert tree.levels() == max(depth(member) for member in range(size))
-    assert FAN_OUT ** tree.levels() < FAN_OUT * size
+    assert levels(tree) == max(depth(member) for member in range(size))
+    assert FAN_OUT ** levels(tree) < FAN_OUT * size
 
 
 @pytest.mark.parametrize("dp, pp", [(1, 1), (2, 2), (4, 2), (1, 8), (64, 8), (512, 8), (2048, 2)])

@@ -20,16 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fold3d import Engine, ParallelConfig
-from fold3d.comms import family
-from fold3d.comms.broadcast import broadcast_value
 from fold3d.comms.shared_gloo import connect_few
-from fold3d.comms.tree import FAN_OUT, Tree
-from fold3d.comms.tree_group import TreeGroup
-from fold3d.comms.world_group import WorldGroup, connections, messages
+from fold3d.comms.tree_group import FAN_OUT, Family, Tree, TreeGroup, broadcast_value
+from fold3d.comms.world_group import WorldGroup
 from fold3d.errors import ConfigError, RankError
 from fold3d.faults.progress import Progress
 from fold3d.topology import Topology
 from tests.helpers.ranks import RankPool
+from tests.helpers.trees import connections, messages
 
 LIMIT = 30.0
 _BYTES_ACKED = 120  # where tcp_info has the number of bytes that the other side has, after 8 bytes and 24 numbers
@@ -317,8 +315,8 @@ def first_to_be_connected() -> bool:
         store.set("late member is connected", "yes")
         return group
 
-    with mock.patch.object(family, "connect_few", late if dist.get_rank() == 0 else connect_few):
-        made = family.Family(range(dist.get_world_size()), dist.get_rank(), "late", LIMIT)
+    with mock.patch("fold3d.comms.tree_group.connect_few", late if dist.get_rank() == 0 else connect_few):
+        made = Family(range(dist.get_world_size()), dist.get_rank(), "late", LIMIT)
     found = store.check(["late member is connected"])
     made.close()
     return bool(found)

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 import fold3d
 from fold3d import _C, schedule
-from fold3d.comms import rings
+from fold3d.comms import connections
 from fold3d.comms.groups import Groups
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.engine.planning import replanner
 from fold3d.errors import Fold3dError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 from fold3d.profile import layers as profile
 from fold3d.topology import Topology
 from tests.dist.dp_sync_loops import sgd
@@ -189,13 +188,13 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
     """Returns the shared memory that this rank has in use when ranks are on these hosts, and the names left over."""
     topology = Topology(dp=dist.get_world_size(), pp=1, rank=dist.get_rank())
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
-    before, known = rings.host_identity, _shared_memory()
-    rings.host_identity = lambda: hosts[topology.rank]
+    before, known = connections.host_identity, _shared_memory()
+    connections.host_identity = lambda: hosts[topology.rank]
     try:
-        arbiter = rings.join_nic_arbiter(topology, groups, "job", True)
+        arbiter = connections.join_nic_arbiter(topology, groups, "job", True)
         found = sorted(_shared_memory() - known)
     finally:
-        rings.host_identity = before
+        connections.host_identity = before
     left = [name for name in found if Path("/dev/shm", name).exists()]
     dist.barrier()
     del arbiter
@@ -205,12 +204,12 @@ def arbiters(hosts: list[str]) -> tuple[list[str], list[str]]:
 
 def traffic_of_an_engine(hosts: str) -> tuple[int, list[str]]:
     """Returns how many messages of a step this rank told its host's arbiter of, and its shared memory."""
-    known, before = _shared_memory(), rings.host_identity
-    rings.host_identity = lambda: hosts[dist.get_rank()]
+    known, before = _shared_memory(), connections.host_identity
+    connections.host_identity = lambda: hosts[dist.get_rank()]
     try:
         engine = engine_of(dp=2, pp=2, segments=2)
     finally:
-        rings.host_identity = before
+        connections.host_identity = before
     found = sorted(_shared_memory() - known)
     step_of(engine, 0)
     assert engine._rank is not None
@@ -238,7 +237,7 @@ def broken_gate() -> list[str]:
     groups = Groups(topology, torch.device("cpu"), 20.0, (), with_p2p=False)
     groups.world.barrier = _raise  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionError):
-        rings.join_nic_arbiter(topology, groups, "job", True)
+        connections.join_nic_arbiter(topology, groups, "job", True)
     dist.barrier()
     groups.close()
     return [path.name for path in set(Path("/dev/shm").glob("fold3d-*")) - known]
@@ -267,7 +266,7 @@ def another_schedule() -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Trains through a look of the replanner that finds a better schedule; returns losses, weights, and the plan."""
     real, asked = replanner.recheck, []
 
-    def better(job: Job, strategy: Strategy, *measured: Any) -> Proposal | None:
+    def better(job: TrainingJob, strategy: Strategy, *measured: Any) -> Proposal | None:
         other = "aiao" if strategy.schedule != "aiao" else "1f1b" if strategy.segments == 1 else "interleaved"
         asked.append(other)
         kept = {"ranges": strategy.ranges, "bucket_bytes": strategy.bucket_bytes, "dp_sync": strategy.dp_sync}

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fold3d.comms.tcp import uses_tcp
+from fold3d.comms.connections import uses_tcp
 from fold3d.device import default_device
 from fold3d.engine import builder
 from fold3d.errors import RankError

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fold3d import _C
 from fold3d import schedule as schedules
+from fold3d.faults.diagnosis import holding_up
 from fold3d.faults.failure import FailureBoard
 from fold3d.faults.progress import Progress, Report
-from fold3d.faults.stall import holding_up
 from fold3d.topology import Topology
 
 RUN = 5

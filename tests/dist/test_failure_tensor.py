@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fold3d import _C
+from fold3d.comms.connections import connect_shards
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_shards
 from fold3d.faults.lifetime import Lifetime
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.region import REDUCE

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fold3d
 from fold3d.config import text_of_bytes
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import Spared
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.helpers.models import Squares, returned_loss

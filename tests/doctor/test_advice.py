@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fold3d.doctor.advice import Measured, advice, too_slow
+from fold3d.doctor.advice import Speed, advice, too_slow
 from fold3d.doctor.exchange import rounds
-from fold3d.doctor.facts import Card, Device, Facts, by_host, find_facts, nvlinks_of, pcie_speed
+from fold3d.doctor.facts import Card, Facts, Gpu, by_host, find_facts, nvlinks_of, pcie_speed
 
 ETH, IB = Card("eth0", "10.0.0.1", 25.0), Card("ib0", "10.1.0.1", 200.0)
 CPU = Facts(
@@ -54,7 +54,7 @@ GPU = replace(
     cuda="13.0",
     nvcc="13.0",
     nccl="2.28.3",
-    devices=(Device("NVIDIA H100", 80 << 30, 63.0),) * 4,
+    devices=(Gpu("NVIDIA H100", 80 << 30, 63.0),) * 4,
     nvlinks=6,
     has_nvidia=True,
     processes=4,
@@ -132,12 +132,12 @@ def test_versions_that_differ_are_named_with_their_ranks() -> None:
         "versions of torch differ: 2.13.0+cu130 on rank 0, 2, 2.12.0+cu130 on rank 1, 3; install the same on all hosts",
         "versions of nccl differ: 2.28.3 on rank 0, 2, 2.27.1 on rank 1, 3; install the same on all hosts",
     ]
-    slower = replace(GPU, host="node-1", devices=(Device("NVIDIA A100", 80 << 30, 31.5),) * 4)
+    slower = replace(GPU, host="node-1", devices=(Gpu("NVIDIA A100", 80 << 30, 31.5),) * 4)
     assert "different GPUs" in advice([GPU, slower])[0]
 
 
 def test_slow_is_less_than_half() -> None:
-    fast, slow, unknown = (Measured("copies", speed, of, "look there") for speed, of in ((20, 32), (5, 32), (1, None)))
+    fast, slow, unknown = (Speed("copies", speed, of, "look there") for speed, of in ((20, 32), (5, 32), (1, None)))
     assert too_slow([fast, unknown]) == []
     assert too_slow([slow, fast]) == ["copies: 5.00 GB/s, and the hardware should give 32.00; look there"]
 

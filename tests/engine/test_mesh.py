@@ -13,7 +13,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d.engine.planning import mesh
 from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError, MemoryLimitError
-from fold3d.plan.hosts import Hosts, Link
+from fold3d.plan.job import HostLink, Hosts
 from fold3d.profile.layers import assumed_profile
 from fold3d.trace import trace
 from tests.helpers import models
@@ -28,46 +28,46 @@ def asked(**settings: Any) -> Asked:
     return Asked(model=model, config=config, example=example, samples=4, device=torch.device("cpu"))
 
 
-def decided(job: Asked, world: int, link: Link, per_host: int = 1, limit: int | None = None) -> Decision:
+def decided(job: Asked, world: int, link: HostLink, per_host: int = 1, limit: int | None = None) -> Decision:
     """Returns what rank 0 chooses for devices of 1 GFLOP/s."""
     recording = trace(job.model, example=job.example)
     profile = assumed_profile(job.model, recording, job.example, flops_per_second=1e9)
-    hosts = Hosts(per_host=per_host, between=link, within=Link(100 * GBIT, 1e-6))
+    hosts = Hosts(per_host=per_host, between=link, within=HostLink(100 * GBIT, 1e-6))
     options = mesh._options(job, world, per_host, stages=4)
     jobs = mesh._Jobs(job, recording, profile, None, hosts, limit)
-    return mesh._best(job, jobs, options, 7, limit)[0]
+    return mesh._best(job, jobs, options, limit)[0]
 
 
 def test_a_slow_network_asks_for_stages_and_a_fast_one_for_replicas() -> None:
-    fast = decided(asked(), 4, Link(100 * GBIT, 1e-6))
+    fast = decided(asked(), 4, HostLink(100 * GBIT, 1e-6))
     assert (fast.dp, fast.pp, fast.samples * fast.micro_batches) == (4, 1, 4)
-    slow = decided(asked(), 4, Link(1e-3 * GBIT, 1e-6))
+    slow = decided(asked(), 4, HostLink(1e-3 * GBIT, 1e-6))
     assert slow.pp > 1 and slow.dp * slow.micro_batches * slow.samples == 16
 
 
 def test_what_is_set_stays() -> None:
     for settings in ({"pp": 2}, {"dp": 2}, {"tp": 2}, {"dp": 1, "tp": 1}):
-        found = decided(asked(**settings), 4, Link(GBIT, 1e-5), per_host=4)
+        found = decided(asked(**settings), 4, HostLink(GBIT, 1e-5), per_host=4)
         assert found.world == 4 and all(getattr(found, axis) == size for axis, size in settings.items())
 
 
 def test_memory_is_kept_to() -> None:
-    free = decided(asked(), 2, Link(100 * GBIT, 1e-6))
+    free = decided(asked(), 2, HostLink(100 * GBIT, 1e-6))
     assert free.dp == 2
     whole = sum(parameter.numel() for parameter in asked().model.parameters())
-    short = decided(asked(recompute="none"), 2, Link(100 * GBIT, 1e-6), limit=12 * whole)  # of 16 bytes each
+    short = decided(asked(recompute="none"), 2, HostLink(100 * GBIT, 1e-6), limit=12 * whole)  # of 16 bytes each
     assert short.pp == 2 or short.samples < free.samples
     with pytest.raises(MemoryLimitError, match="no mesh fits, the least"):
-        decided(asked(memory_limit=1000), 2, Link(GBIT, 1e-6), limit=1000)
+        decided(asked(memory_limit=1000), 2, HostLink(GBIT, 1e-6), limit=1000)
 
 
 def test_a_setting_that_a_mesh_cannot_have_leaves_it_out() -> None:
-    found = decided(asked(dp_sync="zero1"), 2, Link(1e-3 * GBIT, 1e-6))
+    found = decided(asked(dp_sync="zero1"), 2, HostLink(1e-3 * GBIT, 1e-6))
     assert found.dp == 2  # with one replica nothing is summed
     with pytest.raises(ConfigError, match="dp_sync='zero1' has no effect with one replica"):
-        decided(asked(dp_sync="zero1", pp=2), 2, Link(GBIT, 1e-6))
+        decided(asked(dp_sync="zero1", pp=2), 2, HostLink(GBIT, 1e-6))
     with pytest.raises(ConfigError, match="divided by no dp"):
-        decided(asked(global_batch_size=3, pp=1, tp=1), 2, Link(GBIT, 1e-6))
+        decided(asked(global_batch_size=3, pp=1, tp=1), 2, HostLink(GBIT, 1e-6))
 
 
 @pytest.mark.parametrize(

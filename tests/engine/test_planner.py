@@ -11,8 +11,8 @@ import torch
 from fold3d import ParallelConfig
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.planner import slow_stages, steps_parts
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.search import decide
+from fold3d.plan.strategy import Constraints
 from fold3d.topology import Topology
 from tests.plan.jobs import evaluate, make_job
 

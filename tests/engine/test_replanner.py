@@ -277,5 +277,5 @@ def test_copies_take_what_they_took(monkeypatch) -> None:
         assert replanner.expected is not None
         expected.append(replanner.expected)
     slow, fast = expected
-    assert slow.stages[0].exposed_offload_ms > 50 and slow.step_ms > fast.step_ms + 50
-    assert fast.stages[0].exposed_offload_ms == 0
+    assert slow.ranks[0].exposed_offload_ms > 50 and slow.step_ms > fast.step_ms + 50
+    assert fast.ranks[0].exposed_offload_ms == 0

@@ -15,13 +15,12 @@ from fold3d import schedule as schedules
 from fold3d.engine.planning import replanner as replanner_module
 from fold3d.engine.planning.replanner import Replanner
 from fold3d.observe.link_times import LinkTimes, rates_of
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import Plan, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
 from fold3d.plan.micro_batch_size import Grouped, in_parts, memory_curve, undominated
 from fold3d.plan.search import search
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 from fold3d.topology import Topology
 from tests.plan.jobs import make_job
 
@@ -34,7 +33,7 @@ SLOWER = 13
 FIXED = Constraints(segments=1, dp_sync="early")
 
 
-def job_of(memory_limit: int | None = None) -> Job:
+def job_of(memory_limit: int | None = None) -> TrainingJob:
     """Eight micro-batches of four samples on four stages; of one sample a layer takes half as long as of all."""
     kept = 1_000_000
     job = make_job(
@@ -66,7 +65,7 @@ def job_of(memory_limit: int | None = None) -> Job:
     return replace(job, samples=SAMPLES, profile=of_samples(SAMPLES, 1.0), one_sample=of_samples(1, 0.5))
 
 
-def with_links(job: Job, rates: tuple[float, ...]) -> Job:
+def with_links(job: TrainingJob, rates: tuple[float, ...]) -> TrainingJob:
     return replace(job, links=(rates, rates))
 
 
@@ -86,7 +85,9 @@ class World:
 class Training:
     """A pipeline whose steps are simulated, and its ranks' replanners."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job, *, resizes: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, job: TrainingJob, *, resizes: bool = False, **settings: Any
+    ) -> None:
         self.job = job
         self.said: list[str] = []
         monkeypatch.setattr(replanner_module, "announce", lambda _, text: self.said.append(text))
@@ -157,7 +158,7 @@ class Training:
         return noise * step.step_ns / 1e6
 
 
-def best_ms(job: Job, strategy: Strategy, rates: tuple[float, ...], sizes: tuple[int, ...]) -> float:
+def best_ms(job: TrainingJob, strategy: Strategy, rates: tuple[float, ...], sizes: tuple[int, ...]) -> float:
     """The shortest step of all plans with the same cut."""
     fixed = replace(Constraints.of(strategy, keeps_order=False), bucket_bytes=strategy.bucket_bytes)
     found = [search(with_links(in_parts(job, size), rates), fixed) for size in sizes]

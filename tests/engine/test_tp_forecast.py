@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import fold3d
-from fold3d.comms import rings
+from fold3d.comms import connections
 from fold3d.engine.planning import cut_model, planner
-from fold3d.observe.step_output import StepOutput
+from fold3d.observe.step_breakdown import StepOutput
 from fold3d.plan.costs import Profile
 from fold3d.plan.space.tp_overlap import KNOB
 from fold3d.profile.network import ShardLink
@@ -35,7 +35,7 @@ def train(patch: pytest.MonkeyPatch, overlap: str) -> tuple[str, StepOutput, Any
         return strategy, forecast
 
     patch.setattr(cut_model, "predict_tp_sync", predicted)
-    patch.setattr(rings.logger, "warning", lambda text, *values: told.append(text % values))
+    patch.setattr(connections.logger, "warning", lambda text, *values: told.append(text % values))
     ids = torch.randint(0, 40, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     engine = fold3d.Engine(
@@ -54,7 +54,7 @@ def train(patch: pytest.MonkeyPatch, overlap: str) -> tuple[str, StepOutput, Any
 def across_hosts() -> tuple[int, int, float, list[str]]:
     """Returns bytes forecast and sent, seconds forecast, and what was said, where each rank is a host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rings, "host_identity", lambda: f"host {dist.get_rank()}")
+        patch.setattr(connections, "host_identity", lambda: f"host {dist.get_rank()}")
         _, output, forecast, told = train(patch, "none")
     return forecast.bytes, output.breakdown.tp_bytes, forecast.exposed, told
 

@@ -5,9 +5,9 @@ import torch
 
 from fold3d import _C
 from fold3d.observe.memory import MemoryWatch, is_out_of_memory
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
+from fold3d.plan.memory_options import cheapest_changes, predicted_curves
 from fold3d.plan.search import search
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import make_job
 
 CPU = torch.device("cpu")

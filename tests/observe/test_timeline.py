@@ -10,51 +10,50 @@ from typing import Any
 import pytest
 
 from fold3d.errors import ConfigError
+from fold3d.observe.step_breakdown import RawRecord
 from fold3d.observe.timeline import summary, write_atomically, write_trace
 from fold3d.observe.timeline_picture import write_picture
-from fold3d.plan.cluster_model import Cluster, Work
-from fold3d.plan.memory.model import even_curves
+from fold3d.plan.cluster_model import ClusterCosts, Work
+from fold3d.plan.memory import even_curves
 from fold3d.schedule import generate, lower
 
 MS = 1_000_000
 
 
-def record(rank: int, lane: str, action: str, start: int, end: int, size: int = 0) -> dict[str, Any]:
+def record(lane: str, action: str, start: int, end: int, size: int = 0) -> RawRecord:
     """One record in milliseconds, on a clock with an odd origin."""
     origin = -7_777_777
-    times = {"start_ns": origin + start * MS, "end_ns": origin + end * MS}
-    return {"rank": rank, "lane": lane, "action": action, "bytes": size, **times}
+    return lane, action, origin + start * MS, origin + end * MS, size
 
 
-def two_stages(replica: int) -> list[list[dict[str, Any]]]:
+def two_stages() -> list[list[RawRecord]]:
     """One micro-batch through two stages:
 
     stage 0   0F0 [0-10]                        wait [10-50]            0B0 [50-70]  sum [70-90], wait [70-90]
     stage 1   wait [0-12]  1F0 [12-22]  1B0 [22-42]   sum [42-62], of which nothing is under computation
     """
-    a, b = 2 * replica, 2 * replica + 1
     return [
         [
-            record(a, "compute", "0F0", 0, 10),
-            record(a, "send_f", "0SEND_F0", 10, 12, 1 << 20),
-            record(a, "wait", "0RECV_B0", 10, 50),
-            record(a, "recv_b", "0RECV_B0", 43, 49, 1 << 20),
-            record(a, "compute", "0B0", 50, 70),
-            record(a, "reduce", "0REDUCE_GRAD", 70, 90, 2 << 20),
-            record(a, "wait", "0REDUCE_GRAD", 70, 90),
+            record("compute", "0F0", 0, 10),
+            record("send_f", "0SEND_F0", 10, 12, 1 << 20),
+            record("wait", "0RECV_B0", 10, 50),
+            record("recv_b", "0RECV_B0", 43, 49, 1 << 20),
+            record("compute", "0B0", 50, 70),
+            record("reduce", "0REDUCE_GRAD", 70, 90, 2 << 20),
+            record("wait", "0REDUCE_GRAD", 70, 90),
         ],
         [
-            record(b, "wait", "1RECV_F0", 0, 12),
-            record(b, "recv_f", "1RECV_F0", 11, 12, 1 << 20),
-            record(b, "compute", "1F0", 12, 22),
-            record(b, "compute", "1B0", 22, 42),
-            record(b, "send_b", "1SEND_B0", 42, 49, 1 << 20),
-            record(b, "reduce", "1REDUCE_GRAD", 42, 62, 2 << 20),
+            record("wait", "1RECV_F0", 0, 12),
+            record("recv_f", "1RECV_F0", 11, 12, 1 << 20),
+            record("compute", "1F0", 12, 22),
+            record("compute", "1B0", 22, 42),
+            record("send_b", "1SEND_B0", 42, 49, 1 << 20),
+            record("reduce", "1REDUCE_GRAD", 42, 62, 2 << 20),
         ],
     ]
 
 
-RECORDS = two_stages(0) + two_stages(1)
+RECORDS = two_stages() + two_stages()
 
 
 def test_trace_has_every_action_on_its_lane(tmp_path: Path) -> None:
@@ -87,8 +86,8 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
     assert about["predicted_step_ms"] == 61.5 and "(predicted 61.5)" in about["summary"]
     assert set(about["breakdowns"]) == {"0", "1", "2", "3"}
     for rank, breakdown in about["breakdowns"].items():
-        own = [r for records in RECORDS for r in records if r["rank"] == int(rank) and r["lane"] == "compute"]
-        assert breakdown["compute_ms"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in own) / 1e6, abs=0.1)
+        own = [end - start for lane, _, start, end, _ in RECORDS[int(rank)] if lane == "compute"]
+        assert breakdown["compute_ms"] == pytest.approx(sum(own) / 1e6, abs=0.1)
         label = next(
             e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels" and e["pid"] == int(rank)
         )
@@ -100,7 +99,7 @@ def test_trace_has_the_account_of_each_rank_and_the_prediction(tmp_path: Path) -
 def test_memory_is_a_track_of_each_rank_by_its_stage(tmp_path: Path) -> None:
     schedule = lower(generate("1f1b", pp=2, micro_batches=3), reduce=True)
     work = Work.even(schedule, forward=0.01, backward=0.02, layers=4, activation_bytes=64, gradient_bytes=4096)
-    curves = even_curves(schedule, work, Cluster(dp=2, bandwidth=1e9), 1 << 20, dp_sync="early")
+    curves = even_curves(schedule, work, ClusterCosts(dp=2, bandwidth=1e9), 1 << 20, dp_sync="early")
     write_trace(tmp_path / "step.json", RECORDS, pp=2, memory=curves)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for rank in range(4):
@@ -132,8 +131,8 @@ def test_arrows_join_each_send_to_its_receive(tmp_path: Path) -> None:
 def test_folded_chunks_wrap_around_to_stage_0(tmp_path: Path) -> None:
     """Chunk 1 (segment 0, stage 1) sends to chunk 2 (segment 1, stage 0)."""
     records = [
-        [record(0, "recv_f", "2RECV_F0", 5, 6), record(0, "compute", "2F0", 6, 9)],
-        [record(1, "compute", "1F0", 0, 4), record(1, "send_f", "1SEND_F0", 4, 6)],
+        [record("recv_f", "2RECV_F0", 5, 6), record("compute", "2F0", 6, 9)],
+        [record("compute", "1F0", 0, 4), record("send_f", "1SEND_F0", 4, 6)],
     ]
     write_trace(tmp_path / "step.json", records, pp=2)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -154,7 +153,7 @@ def test_summary_tells_where_the_time_went() -> None:
 
 def test_unknown_lane_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lane 'radio' of '0F0' is none of compute, wait"):
-        write_trace(tmp_path / "step.json", [[record(0, "radio", "0F0", 0, 1)]], pp=1)
+        write_trace(tmp_path / "step.json", [[record("radio", "0F0", 0, 1)]], pp=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -203,33 +202,32 @@ def test_exposed_dp_sync_is_red_and_the_bubble_grey(tmp_path: Path) -> None:
 
 
 def test_a_wait_inside_a_forward_is_seen(tmp_path: Path) -> None:
-    records = [[record(0, "compute", "0F0", 0, 10), record(0, "wait", "0GATHER", 2, 6)]]
+    records = [[record("compute", "0F0", 0, 10), record("wait", "0GATHER", 2, 6)]]
     write_picture(tmp_path / "step.png", records, pp=1)
     assert pixels(tmp_path / "step.png")[1] > 1000
 
 
 def test_a_lane_without_events_has_no_row(tmp_path: Path) -> None:
-    alone = [[record(0, "compute", "0F0", 0, 10), record(0, "compute", "0B0", 10, 30)]]
+    alone = [[record("compute", "0F0", 0, 10), record("compute", "0B0", 10, 30)]]
     write_picture(tmp_path / "alone.png", alone, pp=1)
     write_picture(tmp_path / "full.png", [RECORDS[0]], pp=1)
     assert pixels(tmp_path / "alone.png")[0] < pixels(tmp_path / "full.png")[0] - 40
-    other = [record | {"rank": 1} for record in alone[0]]
-    write_picture(tmp_path / "other.png", [RECORDS[0], other], pp=1)
+    write_picture(tmp_path / "other.png", [RECORDS[0], *alone], pp=1)
     more = pixels(tmp_path / "other.png")[0] - pixels(tmp_path / "full.png")[0]
     assert more < 0.75 * 110, "what another rank has needs no row of this one"
 
 
-def sharded(rank: int) -> list[dict[str, Any]]:
+def sharded() -> list[RawRecord]:
     """A forward of 30 ms, of which it waits for TP.sync in 10."""
     return [
-        record(rank, "compute", "0F0", 0, 30),
-        record(rank, "tp_sync", "all-reduce", 5, 20, 3 << 20),
-        record(rank, "wait", "TP_SYNC", 10, 20),
+        record("compute", "0F0", 0, 30),
+        record("tp_sync", "all-reduce", 5, 20, 3 << 20),
+        record("wait", "TP_SYNC", 10, 20),
     ]
 
 
 def test_tp_sync_has_a_row_and_a_place_in_the_account(tmp_path: Path) -> None:
-    records = [sharded(0), sharded(1)]
+    records = [sharded(), sharded()]
     write_trace(tmp_path / "step.json", records, pp=1, tp=2)
     trace = json.loads((tmp_path / "step.json").read_text())
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
@@ -250,8 +248,8 @@ def test_tp_sync_has_a_row_and_a_place_in_the_account(tmp_path: Path) -> None:
 def test_exposed_tp_sync_is_dark_red_with_a_row_below(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    write_picture(tmp_path / "step.png", [sharded(0)], pp=1, tp=2)
-    write_picture(tmp_path / "alone.png", [sharded(0)[:1]], pp=1, tp=2)
+    write_picture(tmp_path / "step.png", [sharded()], pp=1, tp=2)
+    write_picture(tmp_path / "alone.png", [sharded()[:1]], pp=1, tp=2)
     assert pixels(tmp_path / "step.png")[0] > pixels(tmp_path / "alone.png")[0] + 10
     image = (imread(tmp_path / "step.png")[..., :3] * 255).round().astype(int)
     waits, row = ((image == colour).all(-1) for colour in ((0x7A, 0x00, 0x10), (0xB8, 0x86, 0x0B)))

@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.costs import NetworkCosts, Profile
-from fold3d.plan.job import Job
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.costs import LayerBytes, NetworkCosts, Profile
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import search
+from fold3d.plan.strategy import Constraints
 from fold3d.trace import trace
 
 
@@ -50,7 +49,7 @@ def make_job(
     activation_bytes: int = 8192,
     bandwidth: float = 12.5e6,
     **changes,
-) -> Job:
+) -> TrainingJob:
     """Returns a job; times in seconds of a rank's step, layers and gradient_bytes of one rank; defaults: scenario A."""
     width = gradient_bytes // layers // 4
     model = Layers(layers * pp, width)
@@ -75,7 +74,7 @@ def make_job(
     )
     network = NetworkCosts(pp_latency=2e-4, pp_bandwidth=bandwidth, dp_bandwidth=bandwidth, hop_latency=2e-4)
     values = {"action_seconds": 3e-4, "bucket_seconds": 3e-4}
-    return Job(
+    return TrainingJob(
         trace=recorded,
         profile=profile,
         network=network,
@@ -86,7 +85,7 @@ def make_job(
     )
 
 
-def evaluate(job: Job, fixed: Constraints) -> Proposal:
+def evaluate(job: TrainingJob, fixed: Constraints) -> Proposal:
     """Returns the prediction and the gather order for settings that a user has fixed.
 
     Segments and schedule that are not fixed take their defaults (1; "aiao" with segments, "1f1b" without); the size of

@@ -7,7 +7,7 @@ import pytest
 from fold3d.cli.main import main
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.cluster_model import BucketCost, Cluster, Work, cluster_model
+from fold3d.plan.cluster_model import BucketCost, ClusterCosts, Work, cluster_model
 from fold3d.plan.resolve import constraints_of
 from fold3d.plan.search import search
 from fold3d.plan.space import registry
@@ -34,8 +34,8 @@ WORK = Work(
     ],
 )
 def test_bytes_of_buckets(way: str, expected: list[list[int]]) -> None:
-    whole = cluster_model(WORK, Cluster(dp=2, bandwidth=1.0), pp=2, dp_sync=way)
-    half = cluster_model(WORK, Cluster(dp=2, bandwidth=1.0, gradient_share=0.5), pp=2, dp_sync=way)
+    whole = cluster_model(WORK, ClusterCosts(dp=2, bandwidth=1.0), pp=2, dp_sync=way)
+    half = cluster_model(WORK, ClusterCosts(dp=2, bandwidth=1.0, gradient_share=0.5), pp=2, dp_sync=way)
     assert [[bucket[2] for bucket in chunk] for chunk in whole.buckets] == [[400], [200, 400]]
     assert [[bucket[2] for bucket in chunk] for chunk in half.buckets] == expected
     assert half.gradient_bytes == [sum(chunk) for chunk in expected]
@@ -43,7 +43,9 @@ def test_bytes_of_buckets(way: str, expected: list[list[int]]) -> None:
 
 def test_mixed_ways_have_their_own() -> None:
     modes = (("early",), ("zero1", "early"))
-    half = cluster_model(WORK, Cluster(dp=2, bandwidth=1.0, gradient_share=0.5), pp=2, dp_sync="mixed", modes=modes)
+    half = cluster_model(
+        WORK, ClusterCosts(dp=2, bandwidth=1.0, gradient_share=0.5), pp=2, dp_sync="mixed", modes=modes
+    )
     assert [[(bucket[2], bucket[3]) for bucket in chunk] for chunk in half.buckets] == [
         [(200, False)],
         [(150, True), (200, False)],

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from fold3d import schedule as schedules
-from fold3d.plan.cluster_model import BucketCost, Cluster, Work
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.cluster_model import BucketCost, ClusterCosts, Work
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
 from fold3d.plan.measured import plan_gathers
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide, recheck, search
 from fold3d.plan.simulator import predict
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
@@ -61,7 +60,7 @@ def ways(stage: tuple[str, ...]) -> str:
     return " ".join(f"{len(list(run))} {way}" for way, run in groupby(stage))
 
 
-def facts(job: Job, found: Proposal) -> dict[str, Any]:
+def facts(job: TrainingJob, found: Proposal) -> dict[str, Any]:
     strategy = found.strategy
     assert parse(str(strategy)) == strategy
     layout = layout_of(job, strategy.ranges, strategy.bucket_bytes)
@@ -131,7 +130,7 @@ def test_measured_times_give_the_same_gathers() -> None:
         )
 
     uneven, even = work(((1_000_000, 2_000_000), (500_000,), (), (3_000_000,))), work(((1_000_000,) * 2,) * 4)
-    cluster = Cluster(dp=2, bandwidth=5e7, latency=1e-4, hop_latency=2e-4, slice_bytes=1 << 18)
+    cluster = ClusterCosts(dp=2, bandwidth=5e7, latency=1e-4, hop_latency=2e-4, slice_bytes=1 << 18)
     mixed = (("early",) * 2, ("early", "zero1"))
     cases = {
         "mixed": (uneven, cluster, mixed),
@@ -144,7 +143,7 @@ def test_measured_times_give_the_same_gathers() -> None:
         for schedule in ("aiao", "interleaved"):
             made = schedules.lower(schedules.generate(schedule, pp=2, segments=2, micro_batches=6), reduce=where.dp > 1)
             expected = plan_gathers(made, costs, where, modes)
-            found[f"{name}, {schedule}"] = [expected.step_ms, expected.gather_order, expected.stages[0].exposed_dp_ms]
+            found[f"{name}, {schedule}"] = [expected.step_ms, expected.gather_order, expected.ranks[0].exposed_dp_ms]
     compare("measured", found)
 
 
@@ -153,7 +152,7 @@ def test_a_made_up_cluster_gives_the_same_step() -> None:
     made = schedules.generate("aiao", pp=2, segments=4, micro_batches=8)
     work = Work.even(made, forward=0.01, backward=0.02, layers=8, activation_bytes=1_000_000, gradient_bytes=50_000_000)
     for hosts in (1, 2):
-        cluster = Cluster(dp=2, bandwidth=1e9, latency=5e-5, ranks_per_host=hosts)
+        cluster = ClusterCosts(dp=2, bandwidth=1e9, latency=5e-5, ranks_per_host=hosts)
         for way in ("zero1", "early", "blocking", "serial", "unvoted"):
             for size in (None, 10_000_000):
                 for early in (None, 2):

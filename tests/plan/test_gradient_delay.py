@@ -10,7 +10,7 @@ from fold3d.cli.main import main
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
 from fold3d.plan.layout import layout_of
-from fold3d.plan.memory.model import USES
+from fold3d.plan.memory import USES
 from fold3d.plan.resolve import constraints_of
 from fold3d.plan.search import search
 from fold3d.plan.space import registry

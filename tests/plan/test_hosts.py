@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.hosts import Hosts, Link
+from fold3d.plan.job import HostLink, Hosts
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import evaluate, make_job
 
-HOSTS = Hosts(per_host=4, between=Link(8e9, 5e-5), within=Link(300e9, 5e-6))
+HOSTS = Hosts(per_host=4, between=HostLink(8e9, 5e-5), within=HostLink(300e9, 5e-6))
 
 
 def test_links_of_a_mesh() -> None:

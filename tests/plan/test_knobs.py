@@ -9,13 +9,12 @@ import pytest
 from fold3d.cli.main import main
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.resolve import constraints_of, unplanned
 from fold3d.plan.search import recheck, search
 from fold3d.plan.space import registry
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 
@@ -31,7 +30,7 @@ def _check(value: float, constraints: Constraints) -> None:
         raise ConfigError(f"compression={value} needs several segments")
 
 
-def _costs(job: Job, value: float) -> Job:
+def _costs(job: TrainingJob, value: float) -> TrainingJob:
     """Gradients travel compressed, and compressing costs time."""
     profile, network = job.profile, job.network
     backward = tuple(seconds * (1 + 0.05 * (value - 1)) for seconds in profile.backward)
@@ -46,7 +45,7 @@ COMPRESSION = Knob(
     name="compression",
     help="by which factor gradients are made smaller",
     parse=_parse,
-    candidates=lambda job, constraints, so_far: (1.0, 2.0, 8.0) if job.dp > 1 else (1.0,),
+    candidates=lambda job: (1.0, 2.0, 8.0) if job.dp > 1 else (1.0,),
     default=1.0,
     check=_check,
     costs=_costs,
@@ -131,7 +130,7 @@ def test_what_nobody_registered_is_an_error() -> None:
 def test_each_knob_s_text_says_its_value() -> None:
     job = make_job(**SMALL)
     for knob in registry.KNOBS:
-        for value in knob.candidates(job, Constraints(), {}):
+        for value in knob.candidates(job):
             assert knob.read(knob.text(value)) == value
 
 

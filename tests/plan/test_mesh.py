@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.search import Found, search_jobs
 from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import make_job
 
 
@@ -31,7 +31,7 @@ def test_every_mesh_of_the_same_global_batch_is_tried() -> None:
         meshes(7, 8, tp=2, pp=None, ranks_per_host=8, most_stages=4)
 
 
-def job_of(mesh: Mesh, limit: int | None = None) -> Job:
+def job_of(mesh: Mesh, limit: int | None = None) -> TrainingJob:
     """Returns a job whose layers take 1 / tp of the time and memory; five heads cannot be shared by two."""
     if mesh.tp == 4:
         raise ConfigError("5 heads cannot be divided by 4")
@@ -44,7 +44,7 @@ def job_of(mesh: Mesh, limit: int | None = None) -> Job:
     return replace(job, tp=mesh.tp)
 
 
-def decide(jobs: list[Job]) -> list[Found]:
+def decide(jobs: list[TrainingJob]) -> list[Found]:
     """Returns what is found among few candidates."""
     return search_jobs(jobs, Constraints(segments=1, schedule="1f1b", dp_sync="early", bucket_bytes=1 << 20))
 

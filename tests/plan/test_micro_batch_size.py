@@ -8,20 +8,19 @@ from dataclasses import replace
 import pytest
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.costs import TpExchange
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes
-from fold3d.plan.memory.layer_bytes import LayerBytes
+from fold3d.plan.costs import LayerBytes, TpExchange
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory_options import cheapest_changes
 from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import decide, search
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import make_job
 
 MB = 1 << 20
 
 
-def sampled(samples: int = 8, *, seconds: float = 0.0, **changes) -> Job:
+def sampled(samples: int = 8, *, seconds: float = 0.0, **changes) -> TrainingJob:
     """Returns a job whose layers need so many seconds for one sample, beside what follows the samples."""
     job = make_job(dp=1, layers=8, micro_batches=2, activation_bytes=8 * MB, bandwidth=1e10, **changes)
     kept = tuple(
@@ -90,8 +89,8 @@ def test_sizes_are_divisors(samples: int, most: int | None, expected: list[int])
     assert sizes_of(samples, most) == expected
 
 
-def found_with(job: Job, constraints: Constraints = Constraints()) -> list:  # noqa: B008
-    def plan(size: int) -> tuple[Job, Proposal]:
+def found_with(job: TrainingJob, constraints: Constraints = Constraints()) -> list:  # noqa: B008
+    def plan(size: int) -> tuple[TrainingJob, Proposal]:
         made = in_parts(job, size)
         return made, decide(made, constraints, lambda: True)
 
@@ -133,8 +132,8 @@ def test_where_nothing_fits_the_least_is_told():
 def test_sizes_that_cannot_be_are_passed_over():
     job = sampled()
 
-    def plan_of(bad: Callable[[int], bool]) -> Callable[[int], tuple[Job, Proposal]]:
-        def plan(size: int) -> tuple[Job, Proposal]:
+    def plan_of(bad: Callable[[int], bool]) -> Callable[[int], tuple[TrainingJob, Proposal]]:
+        def plan(size: int) -> tuple[TrainingJob, Proposal]:
             if bad(size):
                 raise ConfigError(f"no schedule with {size}")
             return in_parts(job, size), search(in_parts(job, size), FIXED)

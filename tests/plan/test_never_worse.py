@@ -14,12 +14,12 @@ import pytest
 
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import Plan, cut, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import Spared
 from fold3d.plan.search import decide_jobs, search
+from fold3d.plan.strategy import Constraints
 from fold3d.recompute import Recompute
 from tests.plan.jobs import make_job
 
@@ -29,7 +29,7 @@ SPLIT = "zb_h1"
 """The schedule with split backwards that needs no style of its own."""
 
 
-def random_job(numbers: random.Random) -> Job:
+def random_job(numbers: random.Random) -> TrainingJob:
     """A job of any shape: what is slow, and what is short, is chosen anew each time."""
     pp = numbers.choice((1, 2, 3, 4, 8))
     layers = numbers.choice((2, 3, 4, 6, 8))
@@ -64,7 +64,7 @@ def random_job(numbers: random.Random) -> Job:
     )
 
 
-def random_constraints(numbers: random.Random, job: Job) -> Constraints:
+def random_constraints(numbers: random.Random, job: TrainingJob) -> Constraints:
     """Between one and all of the knobs pinned, each to a value that the search may take by itself."""
     most = min(8, len(job.trace.blocks) // job.pp)
     segments = numbers.randint(1, most)
@@ -148,7 +148,7 @@ def test_a_slow_stage_gets_fewer_layers() -> None:
     assert cut(slow, 2) == ((0, 2), (2, 10), (10, 12), (12, 20))
 
 
-def every_plan(job: Job) -> list[Plan]:
+def every_plan(job: TrainingJob) -> list[Plan]:
     """All plans of a small job without copies: each number of segments, schedule, N, way and size of buckets, and for
     memory each chunk computed again or not."""
     plans = []
@@ -227,7 +227,7 @@ def test_no_mesh_alone_is_better_than_all_together(seed: int) -> None:
     size = int(sent * kept)
     layer = LayerBytes(saved=size, outputs=int(sent), forward=size, backward=size)
 
-    def job_of(pp: int, limit: int | None) -> Job:
+    def job_of(pp: int, limit: int | None) -> TrainingJob:
         layers, micro_batches = 16 // pp, 2 * pp
         made = make_job(
             dp=8 // pp, pp=pp, layers=layers, micro_batches=micro_batches, memory_limit=limit,

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import cheapest_changes, predicted_curves
-from fold3d.plan.memory.model import peaks_of
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import peaks_of
+from fold3d.plan.memory_options import cheapest_changes, predicted_curves
 from fold3d.plan.search import decide, search
 from fold3d.plan.space.offload import OPTIMIZER, optimizer_costs
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from fold3d.profile.optimizer import update_cost
 from tests.plan.jobs import make_job
 
@@ -22,7 +21,7 @@ ON_HOST = (("offload_optimizer", "True"),)
 BYTES = 8_000_000
 
 
-def job(**changes: object) -> Job:
+def job(**changes: object) -> TrainingJob:
     return make_job(layers=8, micro_batches=4, gradient_bytes=BYTES, copy_bandwidth=1e9, **changes)
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from fold3d import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.resolve import check_buckets, fitted, followed, needs_planner, resolve_auto, unplanned
 from fold3d.plan.search import search
 from fold3d.plan.space.recompute import KNOB as RECOMPUTE
-from fold3d.plan.strategy import Strategy, given
+from fold3d.plan.strategy import Constraints, Strategy, given
 from fold3d.schedule import generate
 from tests.plan.jobs import make_job
 

@@ -8,11 +8,11 @@ import pytest
 
 from fold3d.config import ParallelConfig
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.layout import Plan, cut, layout_of, simulate
 from fold3d.plan.resolve import needs_planner, resolve_auto, unplanned
 from fold3d.plan.search import recheck, search
-from fold3d.plan.space.bucket_bytes import WHOLE_CHUNK
+from fold3d.plan.space.dp_sync import WHOLE_CHUNK
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import evaluate, make_job
 
 SLOWER = {"bandwidth": 54.9e6 / 8}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch  # noqa: F401  loads the libraries that _C is linked with
 
 from fold3d import _C, schedule
 from fold3d.config import SIMULATED_DP_SYNC
 from fold3d.errors import ConfigError
-from fold3d.plan.cluster_model import Cluster, Work
+from fold3d.plan.cluster_model import ClusterCosts, Work
 from fold3d.plan.simulator import predict, step_ms
 
 MADE = schedule.generate("aiao", pp=2, segments=4, micro_batches=8)
@@ -21,8 +22,8 @@ def work(made: schedule.Schedule = MADE, **changes) -> Work:
     return Work.even(made, **(values | changes))
 
 
-def cluster(**changes) -> Cluster:
-    return Cluster(**({"dp": 2, "bandwidth": 1e9} | changes))
+def cluster(**changes) -> ClusterCosts:
+    return ClusterCosts(**({"dp": 2, "bandwidth": 1e9} | changes))
 
 
 def test_parts_add_up_in_milliseconds():
@@ -53,10 +54,9 @@ def test_gradients_of_a_split_backward_come_with_w():
     """One stage and micro-batch: W is the second half of the backward, and gives its first bucket after its half."""
     made = schedule.parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
     found = predict(made, work(made, layers=2, gradient_bytes=10_000_000), cluster(), timeline=True)
-    spans = {(record["rank"], record["action"]): record for record in found.records[1]}
-    (first, _) = [record for record in found.records[1] if record["lane"] == "reduce"]
-    begin, end = spans[1, "1W0"]["start_ns"], spans[1, "1W0"]["end_ns"]
-    assert end - begin == 10_000_000 and first["start_ns"] == begin + 5_000_000
+    ((begin, end),) = [(start, end) for _, action, start, end, _ in found.records[1] if action == "1W0"]
+    (first, _) = [start for lane, _, start, _, _ in found.records[1] if lane == "reduce"]
+    assert end - begin == 10_000_000 and first == begin + 5_000_000
 
 
 def test_the_ways_of_dp_sync_are_those_of_the_simulator():

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import predicted_curves
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import Spared
+from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.search import decide, recheck, search
-from fold3d.plan.strategy import parse
+from fold3d.plan.strategy import Constraints, parse
 from tests.plan.jobs import make_job
 
 SAVED, SENT = 1_000_000, 8192
 
 
-def large(**changes: Any) -> Job:
+def large(**changes: Any) -> TrainingJob:
     """A job whose layers keep much more than they hand on."""
     job = make_job(**({"layers": 8, "micro_batches": 8, "gradient_bytes": 800_000, "dp": 1} | changes))
     count = len(job.profile.layers) - 2

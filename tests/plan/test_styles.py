@@ -9,19 +9,19 @@ import pytest
 
 from fold3d import schedule as schedules
 from fold3d.errors import ConfigError
-from fold3d.plan.cluster_model import BucketCost, Cluster, Work
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.cluster_model import BucketCost, ClusterCosts, Work
+from fold3d.plan.costs import LayerBytes
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import Plan, cut, layout_of, simulate
-from fold3d.plan.memory.layer_bytes import LayerBytes
-from fold3d.plan.memory.model import USES
+from fold3d.plan.memory import USES
 from fold3d.plan.search import recheck, search
 from fold3d.plan.simulator import step_ms
+from fold3d.plan.strategy import Constraints
 from fold3d.topology import LOOP, V, of_stage
 from tests.plan.jobs import make_job
 
 
-def uneven_job(style: str, dp: int = 1) -> Job:
+def uneven_job(style: str, dp: int = 1) -> TrainingJob:
     """Of three stages: each layer has other times, weights and activations."""
     numbers = random.Random(3)
     job = make_job(dp=dp, pp=3, layers=4, micro_batches=6, bandwidth=1e9, style=style)
@@ -75,7 +75,7 @@ def test_a_step_takes_what_the_simulator_says_of_the_same_work(way: str) -> None
         style=V,
     )
     network = job.network
-    cluster = Cluster(
+    cluster = ClusterCosts(
         dp=2,
         bandwidth=network.bandwidth,
         latency=network.pp_latency,

@@ -10,14 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import NetworkCosts, TpExchange
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
 from fold3d.plan.search import DECISIVE, recheck, search
 from fold3d.plan.space import registry
-from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import FUSED_SHARE, TpInterval, even_regions, layers_seconds, seconds, toll, traffic
+from fold3d.plan.space.tp_overlap import (
+    FUSED_SHARE,
+    KNOB,
+    TpInterval,
+    even_regions,
+    layers_seconds,
+    seconds,
+    toll,
+    traffic,
+)
+from fold3d.plan.strategy import Constraints
 from tests.plan.jobs import make_job
 
 times = st.floats(0.01, 10.0)
@@ -108,7 +116,7 @@ def test_another_way() -> None:
 SIZE = 1 << 20
 
 
-def shards(*, ratio: float, halves_factor: float | None = 1.0, **changes: object) -> Job:
+def shards(*, ratio: float, halves_factor: float | None = 1.0, **changes: object) -> TrainingJob:
     """Returns a job of two shards whose TP.sync takes `ratio` times as long as computing, backwards and forwards."""
     job = make_job(layers=4, micro_batches=4, **changes)
     sums = (TpExchange(SIZE),) * 2

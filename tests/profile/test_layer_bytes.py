@@ -6,9 +6,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fold3d import _C
-from fold3d.plan.memory.layer_bytes import LayerBytes, activations_of, estimated, recomputed
+from fold3d.plan.costs import LayerBytes, estimated
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.trace import trace
+from tests.helpers.layer_sums import activations_of, recomputed
 from tests.helpers.models import MODELS
 
 WIDTH, ROWS = 64, 32

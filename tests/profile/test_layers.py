@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fold3d.plan.costs import Profile
-from fold3d.plan.memory.layer_bytes import recomputed
 from fold3d.profile.layers import profile_model
 from fold3d.profile.optimizer import update_cost
 from fold3d.trace import trace
+from tests.helpers.layer_sums import recomputed
 from tests.helpers.models import MODELS
 from tests.profile.sleepers import Sleepers
 

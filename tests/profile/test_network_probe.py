@@ -19,7 +19,7 @@ def _probe(dp: int, pp: int, over_tcp: bool):
     device = torch.device("cpu")
     groups = Groups(topology, device, 30.0, (), with_p2p=not over_tcp)
     try:
-        return probe_network(topology, groups, device, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
+        return probe_network(groups, 30.0, over_tcp=over_tcp, activation_bytes=8192, seconds=0.2)
     finally:
         groups.close()
 
@@ -39,7 +39,7 @@ def _probe_shards(over_tcp: bool) -> ShardLink:
     device = torch.device("cpu")
     groups = Groups(topology, device, 30.0, (), with_p2p=False)
     try:
-        return probe_shards(topology, groups, device, 30.0, over_tcp=over_tcp, size=1 << 16, seconds=0.2)
+        return probe_shards(groups, 30.0, over_tcp=over_tcp, size=1 << 16, seconds=0.2)
     finally:
         groups.close()
 
@@ -58,7 +58,7 @@ def _answers_late(delays: list[float]) -> str:
     groups = Groups(topology, torch.device("cpu"), 30.0, (), with_p2p=False)
     told = ""
     try:
-        with tcp_messages(topology, groups, 1.0) as pass_on:
+        with tcp_messages(groups, 1.0) as pass_on:
             for delay in delays:
                 time.sleep(delay * topology.rank)
                 pass_on(8)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fold3d.plan.memory.layer_bytes import recomputed
 from fold3d.profile.layer_bytes import layer_bytes
 from fold3d.profile.layers import assumed_profile
 from fold3d.profile.shard import layers_of_a_shard
@@ -16,6 +15,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.trace import trace
+from tests.helpers.layer_sums import recomputed
 from tests.helpers.models import MODELS
 
 WIDTH, ROWS = 64, 32

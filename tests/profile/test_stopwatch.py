@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fold3d import _C
-from fold3d.profile.calls import ModuleCall, TensorShape
-from fold3d.profile.stopwatch import Timing, time_call
+from fold3d.profile.calls import ModuleCall, TensorShape, Timing, time_call
 
 CLOCK = [0.0]
 

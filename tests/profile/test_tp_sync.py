@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fold3d.plan.costs import Profile, TpExchange
-from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+from fold3d.profile.shard import halves_factor, with_tp_sync
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.trace import trace
 from fold3d.trace.batches import synthetic_example

@@ -10,12 +10,12 @@ from itertools import combinations, pairwise
 import pytest
 
 from fold3d.errors import ConfigError
-from fold3d.rivals import COSTS, Level, PipedreamPlan, Row, Stage, pipedream
+from fold3d.rivals import COSTS, LayerRow, Level, PipedreamPlan, Stage, pipedream
 
 
-def row_of(seconds: list[int], sent: list[int], weights: list[int]) -> Row:
+def row_of(seconds: list[int], sent: list[int], weights: list[int]) -> LayerRow:
     names = tuple(f"layer {number}" for number in range(len(seconds)))
-    return Row(
+    return LayerRow(
         names=names,
         seconds=tuple(map(float, seconds)),
         sent_bytes=tuple(map(float, sent)),
@@ -29,7 +29,9 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
 
-def time_of(row: Row, levels: list[Level], cost: str, k: int, stages: tuple[tuple[int, int, int], ...]) -> Fraction:
+def time_of(
+    row: LayerRow, levels: list[Level], cost: str, k: int, stages: tuple[tuple[int, int, int], ...]
+) -> Fraction:
     """Of one way to divide layers and the components of level k: the slowest stage or transfer, for one input."""
     link = Fraction(levels[k].bandwidth)
     times = []
@@ -52,9 +54,9 @@ def ways(first: int, end: int, components: int) -> Iterator[tuple[tuple[int, int
                 yield tuple(zip(borders, borders[1:], replicas, strict=False))
 
 
-def least(row: Row, levels: list[Level], cost: str, k: int, first: int, end: int) -> Fraction:
+def least(row: LayerRow, levels: list[Level], cost: str, k: int, first: int, end: int) -> Fraction:
     """Of all ways. A transfer into the first of these layers is somebody else's."""
-    shifted = Row(
+    shifted = LayerRow(
         names=row.names[first:end],
         seconds=row.seconds[first:end],
         sent_bytes=row.sent_bytes[first:end],

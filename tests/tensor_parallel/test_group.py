@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fold3d import _C
+from fold3d.comms.connections import connect_shards
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_shards
 from fold3d.sharding.shard import Shard
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.region import COPY, REDUCE, Exchange, RegionOps

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fold3d.config import ParallelConfig
 from fold3d.engine.arguments import check_model
 from fold3d.errors import ConfigError
-from fold3d.profile.stopwatch import real_copy
+from fold3d.profile.calls import real_copy
 from fold3d.trace import trace
 from fold3d.trace.compound import bytes_of, held, holders, is_compound, parts_of
 from fold3d.weights.release import release

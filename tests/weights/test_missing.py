@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fold3d.errors import MissingWeightsError
-from fold3d.weights.missing import MissingWeight, at_home
-from fold3d.weights.release import is_released, release
+from fold3d.weights.release import MissingWeight, at_home, is_released, release
 from tests.helpers import models
 from tests.trace.zoo import tokens
 

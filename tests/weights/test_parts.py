@@ -22,8 +22,8 @@ from fold3d.sharding.shard import Runs, Shard
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.materialize import materialize
 from fold3d.weights.named_init import initialise
-from fold3d.weights.part_reader import read_part
 from fold3d.weights.parts import Parts, shard_parameters
+from fold3d.weights.safetensors_file import read_part
 from tests.trace.zoo import FAMILIES, Plain
 
 

@@ -18,7 +18,7 @@ from benchmarks.cluster.on_rank.virtual_layer import VirtualModel, make_batch
 from benchmarks.cluster.scenarios import Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, LEARNING_RATE, Record, System
 from fold3d import _C
-from fold3d.observe.step_output import StepOutput
+from fold3d.observe.step_breakdown import StepOutput
 
 
 class Fold3dRank:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from benchmarks.cluster.scenarios import FLOAT_BYTES, Scenario
 from benchmarks.cluster.systems import COMM_TIMEOUT, LANES, Record, System
 from fold3d import _C, schedule
+from fold3d.comms.connections import connect_replicas, connect_stages, find_hosts, join_nic_arbiter
 from fold3d.comms.groups import Groups
-from fold3d.comms.rings import connect_replicas, find_hosts, join_nic_arbiter
-from fold3d.comms.tcp import connect_stages
 from fold3d.topology import Topology
 
 _SHARE = 0.4

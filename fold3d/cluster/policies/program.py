@@ -157,7 +157,7 @@ class Program:
             table.put("needs", number, column, classes.count[number])
         bounds = dict.fromkeys(gains.values(), (0.0, 1.0)) | {factor: (1.0, _STRETCH)}
         value = {column: classes.count[number] for number, column in gains.items()}
-        found = table.maximise(value, bounds, np.zeros(len(base)), 1.0, extra=True, unit=unit)
+        found = table.maximise(value, bounds, np.zeros(len(base)), 1.0, extra=True)
         gained = np.zeros(len(base), dtype=bool)
         if found is not None:
             for number, column in gains.items():
@@ -297,7 +297,6 @@ class _Table:
         *,
         costs: bool = False,
         extra: bool = False,
-        unit: float = 1.0,
     ) -> Solution | None:
         """Returns the optimum, None where there is none.
 

@@ -17,9 +17,8 @@ from fold3d.cluster.policies import Policy, allocate
 from fold3d.cluster.rates import Estimate, Measured, estimate, probe
 from fold3d.cluster.rounds import Rules, Running, place
 from fold3d.cluster.slurm import commands
-from fold3d.cluster.slurm.commands import Queued
+from fold3d.cluster.slurm.commands import COMMENT, Queued, options, script
 from fold3d.cluster.slurm.folder import Folder, Wish
-from fold3d.cluster.slurm.script import COMMENT, options, script
 from fold3d.errors import ConfigError
 
 _LATEST = 3
@@ -27,7 +26,7 @@ _LATEST = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class QueueState:
     """What there is before a round."""
 
     wishes: tuple[Wish, ...]
@@ -59,8 +58,6 @@ class State:
 class Held:
     """What a round has done."""
 
-    allocation: Allocation
-    """What jobs are due."""
     placed: dict[str, Place]
     """Where they are now."""
     moved: int
@@ -69,7 +66,7 @@ class Held:
     """Those that were left as they are, and why."""
 
 
-def look(folder: Folder) -> State:
+def look(folder: Folder) -> QueueState:
     """Returns what there is. Raises: ConfigError where Slurm does not answer."""
     wishes, ended = [], []
     measured: dict[str, Measured] = {}
@@ -91,7 +88,7 @@ def look(folder: Folder) -> State:
     for job in commands.queue():
         if job.name in names and job.comment.startswith(COMMENT):
             queued.setdefault(job.name, []).append(job)
-    return State(
+    return QueueState(
         wishes=tuple(wishes),
         ended=tuple(ended),
         left_out=left_out,
@@ -127,11 +124,11 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> Held
         for name in refused:
             del placed[name]
         placed |= {name: before[name] for name in refused if name in before}
-        return Held(allocation=allocation, placed=placed, moved=moved, left_out=left_out | refused)
+        return Held(placed=placed, moved=moved, left_out=left_out | refused)
 
 
 def _due(
-    policy: Policy, cluster: Cluster, state: State, now: float
+    policy: Policy, cluster: Cluster, state: QueueState, now: float
 ) -> tuple[list[Job], Cluster | None, Allocation, dict[str, str]]:
     """Returns the jobs that can be placed, the GPUs that are left for them, what they are due, and who is left out."""
     left_out, every = dict(state.left_out), [_job(wish, state, now) for wish in state.wishes]
@@ -151,7 +148,7 @@ def _due(
             left_out[error.job] = str(error)
 
 
-def _job(wish: Wish, state: State, now: float) -> Job:
+def _job(wish: Wish, state: QueueState, now: float) -> Job:
     measured, known = state.measured[wish.name], state.estimates[wish.name]
     return Job(
         name=wish.name,
@@ -165,12 +162,12 @@ def _job(wish: Wish, state: State, now: float) -> Job:
     )
 
 
-def _running(state: State, name: str, here: Place) -> Running:
+def _running(state: QueueState, name: str, here: Place) -> Running:
     measured = state.measured[name]
     return Running(here, float(state.queued[name][-1].seconds), measured.save_seconds + measured.start_seconds)
 
 
-def _probes(state: State) -> dict[str, Place]:
+def _probes(state: QueueState) -> dict[str, Place]:
     """Returns what is tried: nothing where nothing was measured yet, since whatever a job runs on is measured first."""
     found = {}
     for name, known in state.estimates.items():
@@ -181,7 +178,7 @@ def _probes(state: State) -> dict[str, Place]:
 
 
 def _move(
-    folder: Folder, state: State, wishes: Sequence[Wish], placed: Mapping[str, Place]
+    folder: Folder, state: QueueState, wishes: Sequence[Wish], placed: Mapping[str, Place]
 ) -> tuple[int, dict[str, str]]:
     """Starts what should run elsewhere than it does, and then ends what should not run.
 

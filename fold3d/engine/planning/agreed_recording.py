@@ -21,7 +21,7 @@ from fold3d.sharding.plan import ShardingPlan
 from fold3d.stage.call_guard import other_blocks
 from fold3d.trace import Trace, trace
 from fold3d.trace.wrappers import whole_shape
-from fold3d.weights.missing import MissingWeight
+from fold3d.weights.release import MissingWeight
 
 
 def agreed_graph(model: Module, recording: Trace, world: WorldGroup, example: Mapping[str, Any] | None) -> Trace:

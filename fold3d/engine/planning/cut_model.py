@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from fold3d.comms.consistency import agree, all_or_none, compare
@@ -29,20 +28,18 @@ from fold3d.engine.planning.agreed_recording import (
     parameters_of,
     settings_of,
 )
-from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.engine.planning.tp_forecast import TpForecast, forecast_of, predict_tp_sync, warn_of_spread
 from fold3d.errors import ConfigError, SplitError
 from fold3d.observe.announce import announce
 from fold3d.placement.bucket_layout import BucketSpec, bucket_layout
 from fold3d.placement.partition import split_ranges
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.micro_batch_size import in_parts
 from fold3d.plan.programs import Programs
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import check_buckets, fitted, needs_planner, unplanned
 from fold3d.plan.space.offload import offloaded_chunks
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import even_part
@@ -68,32 +65,23 @@ _numbers = itertools.count()  # of the engines of one process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuildRequest:
+class BuildRequest(planner.Training):
     """What the user wants built."""
 
-    model: Module
-    config: ParallelConfig
     constraints: Constraints
     """From `resolve_auto`."""
     topology: Topology
-    device: torch.device
-    optimizer: Callable[[list[Parameter]], Optimizer] | None
-    """Makes one like the training's, for the planner to try."""
-    autocast: Callable[[], AbstractContextManager[Any]]
     weights: str | None
     """Folder with safetensors."""
     max_grad_norm: float | None = None
     """To which gradients are clipped, where the engine does."""
-    compile_options: Mapping[str, Any] | None = None
-    """Of torch.compile, for each block; None: blocks are not compiled."""
     trained_later: Callable[[], Collection[str]] = tuple
     """Returns names of parameters that may be trained although they are frozen when the model is cut."""
 
     @property
     def plans(self) -> bool:
         """Whether the planner decides anything."""
-        limited = memory_limit(self.config, self.device) is not None
-        return needs_planner(self.config, self.constraints, self.topology.dp, limited=limited)
+        return needs_planner(self.config, self.constraints, self.topology.dp, limited=self.limit is not None)
 
     @property
     def may_cut(self) -> bool:
@@ -117,18 +105,18 @@ class CutModel:
     strategy: Strategy
     buckets: tuple[BucketSpec, ...]
     """Of this rank's gradients."""
-    proposed: tuple[Job, Proposal] | None
+    proposed: tuple[TrainingJob, Proposal] | None
     """What the planner was told, of whole micro-batches, and said, if another schedule may be chosen."""
     resizes: bool
     """Whether another number of samples may pass the model at once while training goes on."""
-    planned: tuple[Job, Proposal] | None
+    planned: tuple[TrainingJob, Proposal] | None
     """What the planner was told and said; None where it was not asked."""
     overlap_limit: float | None
     """Seconds of a step's forwards and backwards from which the predicted way of hiding TP.sync is doubted; None: it
     was not predicted."""
     name: str
     """This engine's in the job."""
-    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast: planner.Autocast
     """What the training puts around layers."""
     begun: LossRun | None = None
     """Of the first micro-batch, or of its first part: its loss function, which rests where it calls the model."""
@@ -168,9 +156,9 @@ class _Decided:
 
     strategy: Strategy
     sharding: ShardingPlan | None
-    proposed: tuple[Job, Proposal] | None
+    proposed: tuple[TrainingJob, Proposal] | None
     """The job as it runs."""
-    whole: Job | None
+    whole: TrainingJob | None
     """The same of whole micro-batches."""
     forecast: TpForecast | None
 
@@ -256,22 +244,19 @@ def _agreed(order: BuildRequest, world: WorldGroup, found: _Recorded) -> _Record
 
 def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_Recorded, _Decided]:
     """Plans what is "auto"; returns besides what was recorded, with the settings that are decided now."""
-    model, recording, layout, example = order.model, found.recording, found.layout, found.example
+    recording, layout, example = found.recording, found.layout, found.example
+    training = replace(order, config=found.config)
     config, constraints, begun = found.config, found.constraints, found.begun
-    proposed: tuple[Job, Proposal] | None = None
+    proposed: tuple[TrainingJob, Proposal] | None = None
     strategy: Strategy | None = None
     sharding: ShardingPlan | None = None
     if config.tp > 1:
         world.progress.turn_to("dividing the blocks")
         assert recording is not None, "what has shards was recorded"
-        sharding = planner.shard_alike(model, recording, config, world, example)
+        sharding = planner.shard_alike(training, recording, world, example)
     if order.plans:
         world.progress.turn_to("measuring layers")
-        proposed = planner.plan_auto(
-            *(model, recording, layout, config, constraints, world, order.device, example),
-            *(order.optimizer, order.autocast, 0, sharding, found.samples),
-            compiled=order.compile_options is not None,
-        )
+        proposed = planner.plan_auto(training, constraints, recording, layout, world, example, sharding, found.samples)
         if proposed is None:  # nothing can be cut
             constraints = replace(constraints, segments=1)
         else:
@@ -298,8 +283,7 @@ def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_
         if sharding is not None:
             assert recording is not None and layout is not None, "what has shards was recorded"
             strategy, forecast = predict_tp_sync(
-                *(model, recording, layout, config, strategy, world),
-                *(order.device, example, order.autocast, sharding),
+                replace(order, config=config), recording, layout, strategy, world, example, sharding
             )
     if sharding is not None:
         warn_of_spread(forecast, world)
@@ -354,7 +338,7 @@ def _cut(order: BuildRequest, world: WorldGroup, found: _Recorded, decided: _Dec
     )
 
 
-def _resizes(order: BuildRequest, whole: Job | None, strategy: Strategy) -> bool:
+def _resizes(order: BuildRequest, whole: TrainingJob | None, strategy: Strategy) -> bool:
     """Returns whether micro-batches may be divided otherwise while training goes on: where that was left open and
     measured, and nothing was made for their sizes, as compiled blocks and the pool of what leaves the device are."""
     if not order.config.retune or whole is None or whole.one_sample is None or strategy.tp > 1:

@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
-from fold3d.comms.consistency import agree
+from fold3d.comms.consistency import all_or_none
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity
-from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, BLOCKS, GRAPH, ParallelConfig, text_of_bytes
 from fold3d.device import all_rng_untouched
 from fold3d.engine.arguments import check_compiled, check_model
 from fold3d.engine.division import why_not_divided
-from fold3d.engine.planning.memory_limit import memory_limit
-from fold3d.engine.planning.planner import agreed_profile, profile_of, steps_parts
+from fold3d.engine.planning.planner import (
+    Training,
+    agreed_profile,
+    links_of,
+    probing,
+    profile_of,
+    shard_link,
+    steps_parts,
+)
 from fold3d.errors import ConfigError, MemoryLimitError, TraceError
-from fold3d.faults.job import supervisor_of_engine
+from fold3d.faults.supervisor import supervisor_of_engine
 from fold3d.observe.announce import announce
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, Profile
-from fold3d.plan.hosts import Hosts, Link
-from fold3d.plan.job import Job
+from fold3d.plan.job import HostLink, Hosts, TrainingJob
 from fold3d.plan.layout import places
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.resolve import resolve_auto
-from fold3d.plan.search import Found, decide_jobs
-from fold3d.plan.space.mesh import Mesh, meshes
-from fold3d.profile.network import probe_network, probe_shards
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-from fold3d.profile.tp_sync import with_tp_sync
+from fold3d.plan.search import decide_jobs
+from fold3d.plan.space.mesh import Mesh, meshes, search_meshes
+from fold3d.plan.strategy import Constraints
+from fold3d.profile.shard import shard_profile
 from fold3d.schedule import style_of
 from fold3d.splitting.plan_sharding import plan_sharding
 from fold3d.topology import Topology
@@ -56,19 +57,11 @@ _CLOSE = 1.03
 predictions are right to some percent, and it depends on less."""
 _SHOWN = 4
 
-Autocast = Callable[[], AbstractContextManager[Any]]
-MakeOptimizer = Callable[[list[Parameter]], Optimizer]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """A mesh, and what it was decided for."""
+class Decision(Mesh):
+    """A mesh with micro-batches of so many samples, and what it was decided for."""
 
-    dp: int
-    tp: int
-    pp: int
-    micro_batches: int
-    """Per step and replica."""
     samples: int
     """Of a micro-batch."""
     parameters: int
@@ -115,20 +108,18 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The model, and how it will be trained; the same on every rank but for `example`."""
+class Asked(Training):
+    """A training whose mesh is open, in `config`; the same on every rank but for `example`."""
 
-    model: Module
-    config: ParallelConfig
-    """Whose mesh is open."""
     example: Mapping[str, Any]
     """The largest micro-batch that may be: keyword arguments of the model's forward."""
     samples: int
     """Of a micro-batch at most. Of an example that is not divided by samples: of each."""
-    device: torch.device
-    optimizer: MakeOptimizer | None = None
-    autocast: Autocast = nullcontext
-    compile_options: Mapping[str, Any] | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(one.numel() for one in self.model.parameters())
 
     @property
     def divides(self) -> bool:
@@ -150,14 +141,6 @@ class Asked:
         except ConfigError as error:
             return str(error)
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A mesh with micro-batches of so many samples."""
-
-    mesh: Mesh
-    samples: int
 
 
 def decide_mesh(asked: Asked, kept: Decision | None = None) -> Decision:
@@ -193,16 +176,15 @@ def decide_mesh(asked: Asked, kept: Decision | None = None) -> Decision:
 
 def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Decision, str]:
     world, config = group.topology.world, asked.config
-    parameters = sum(one.numel() for one in asked.model.parameters())
     kept = group.share(kept, timeout=group.patience)
-    if kept is not None and kept.answers(config, world, parameters, asked.most_samples):
+    if kept is not None and kept.answers(config, world, asked.parameters, asked.most_samples):
         return kept, f"{kept.name}, as the last checkpoint has it"
     per_host = group.decide(host_identity(), _per_host, timeout=group.patience)
     with shared_shadows():  # of the model, which is the same for all meshes
         recording = _recorded(asked, group)
         stages = 1 if recording is None else len(places(recording))
         options = group.decide(None, lambda _: _options(asked, world, per_host, stages), timeout=group.patience)
-        first = _decision(options[0], parameters)
+        first = options[0]
         if len(options) == 1:
             return first, f"{first.name}: nothing else is possible"
         if recording is None:  # replicas alone, of which those with the largest micro-batches fill a device best
@@ -210,33 +192,34 @@ def _decide(asked: Asked, kept: Decision | None, group: WorldGroup) -> tuple[Dec
         profile, one = _measured(asked, recording, group)
         group.progress.turn_to("measuring links")
         hosts = _links(asked, profile, per_host, group)
-        limit = group.decide(memory_limit(config, asked.device), _least, timeout=group.patience)
+        limit = group.decide(
+            asked.limit, lambda limits: min(filter(None, limits), default=None), timeout=group.patience
+        )
         group.progress.turn_to("comparing meshes")
         jobs = _Jobs(asked, recording, profile, one, hosts, limit)
-        return group.decide(None, lambda _: _best(asked, jobs, options, parameters, limit), timeout=group.patience)
+        return group.decide(None, lambda _: _best(asked, jobs, options, limit), timeout=group.patience)
 
 
 def _recorded(asked: Asked, group: WorldGroup) -> Trace | None:
     """Returns the recording; None where the model cannot be recorded and need not be cut."""
-    config, error, found = asked.config, None, None
+    config, found = asked.config, None
+    chunks = (config.pp or group.topology.world) * (config.given_segments or 1)
     group.progress.turn_to("recording the model")
-    try:
-        chunks = (config.pp or group.topology.world) * (config.given_segments or 1)
-        found = trace(
-            asked.model, blocks=config.blocks, partition=config.partition, example=asked.example, chunks=chunks
-        )
-    except TraceError as own:
-        named = config.blocks != AUTO or config.partition != BLOCKS
-        if named or (config.pp or 1) * (config.tp or 1) > 1 or config.given_segments not in (1, None):
-            error = own
-        else:
-            logger.info("the model stays in one piece: %s", own)
-    agree(group, 0, error)
+    with all_or_none(group):
+        try:
+            found = trace(
+                asked.model, blocks=config.blocks, partition=config.partition, example=asked.example, chunks=chunks
+            )
+        except TraceError as error:
+            named = config.blocks != AUTO or config.partition != BLOCKS
+            if named or (config.pp or 1) * (config.tp or 1) > 1 or config.given_segments not in (1, None):
+                raise
+            logger.info("the model stays in one piece: %s", error)
     everywhere = group.decide(found is not None, all, timeout=group.patience)
     return found if everywhere else None
 
 
-def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[_Option]:
+def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[Decision]:
     """Returns what is possible as far as can be told at once: those with fewer ranks in a replica first, of these those
     with larger micro-batches. Raises: ConfigError where there is nothing."""
     config, samples = asked.config, asked.config.global_batch_size
@@ -248,31 +231,24 @@ def _options(asked: Asked, world: int, per_host: int, stages: int) -> list[_Opti
     except ConfigError:
         found = []
     whys = [f"global_batch_size={samples} and {world} processes can be divided by no dp with what is set of dp, tp, pp"]
-    options = []
+    options, parameters = [], asked.parameters
     for mesh in sorted(found, key=lambda one: (one.tp * one.pp, one.tp)):
         if config.dp not in (None, mesh.dp):
             continue
         most = asked.most_samples
         sizes = sizes_of(mesh.micro_batches, most) if asked.divides else [most] * (mesh.micro_batches % most == 0)
-        sized = [_Option(replace(mesh, micro_batches=mesh.micro_batches // size), size) for size in sizes]
-        reasons = [asked.why_not(one.mesh) for one in sized]
+        sized = [
+            Decision(
+                **asdict(mesh) | {"micro_batches": mesh.micro_batches // size}, samples=size, parameters=parameters
+            )
+            for size in sizes
+        ]
+        reasons = [asked.why_not(one) for one in sized]
         options += [one for one, why in zip(sized, reasons, strict=True) if not why]
         whys += [why for why in reasons if why]
     if not options:
         raise ConfigError(f'parallel="auto": no mesh is possible: {whys[-1]}')
     return options
-
-
-def _decision(option: _Option, parameters: int) -> Decision:
-    mesh = option.mesh
-    return Decision(
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        micro_batches=mesh.micro_batches,
-        samples=option.samples,
-        parameters=parameters,
-    )
 
 
 def _per_host(hosts: Sequence[str]) -> int:
@@ -284,75 +260,49 @@ def _per_host(hosts: Sequence[str]) -> int:
     return count if even and len(set(hosts)) * count == len(hosts) else 1
 
 
-def _least(limits: Sequence[int | None]) -> int | None:
-    return min((one for one in limits if one is not None), default=None)
-
-
 def _measured(asked: Asked, recording: Trace, group: WorldGroup) -> tuple[Profile, Profile | None]:
     """Returns what the largest micro-batch costs, and what one sample does, the same on every rank."""
-    error: Exception | None = None
-    most = asked.most_samples
-    measured: list[Profile | None] = [None, None]
+    most, one = asked.most_samples, None
     group.progress.turn_to("measuring layers")
-    try:
-        one_alone = asked.divides and most > 1
-        examples = [asked.example, part_of(asked.example, 0, 1, most) if one_alone else None]
-        measured = [
-            None
-            if example is None
-            else profile_of(
-                *(asked.model, recording, asked.config, example, asked.device, asked.optimizer, asked.autocast, None),
-                _SECONDS,
-            )
-            for example in examples
-        ]
-    except Exception as own:  # whatever the model raises
-        error = own
-    agree(group, 0, error)
-    profile, one = (agreed_profile(group, recording, each, every=True) for each in measured)
+    with all_or_none(group):  # whatever the model raises
+        profile: Profile | None = profile_of(asked, recording, asked.example, seconds=_SECONDS)
+        if asked.divides and most > 1:
+            one = profile_of(asked, recording, part_of(asked.example, 0, 1, most), seconds=_SECONDS)
+    profile, one = (agreed_profile(group, recording, each, every=True) for each in (profile, one))
     assert profile is not None, "measured on all ranks"
     return profile, one
 
 
 def _links(asked: Asked, profile: Profile, per_host: int, group: WorldGroup) -> Hosts:
     """Returns what links the ranks, probed as DP.sync and TP.sync use it, by all of them at once."""
-    config, device, world = asked.config, asked.device, group.topology.world
-    timeout, over_tcp = config.timeout_seconds, uses_tcp(config.transport, device)
+    world, size = group.topology.world, max(profile.activation_bytes)
 
     @contextmanager
-    def grouped(size: int) -> Iterator[Groups]:
-        topology = Topology(dp=world // size, pp=1, tp=size, rank=group.topology.rank)
-        own = WorldGroup(topology, timeout, group.progress)
+    def grouped(shards: int) -> Iterator[Groups]:
+        topology = Topology(dp=world // shards, pp=1, tp=shards, rank=group.topology.rank)
+        own = WorldGroup(topology, asked.config.timeout_seconds, group.progress)
         try:
-            groups = Groups(topology, device, timeout, (), with_p2p=not over_tcp, world=own)
-            try:
+            with probing(topology, own, asked) as groups:
                 yield groups
-            finally:
-                groups.close()
         finally:
             own.close()
 
     within = None
     several = world > per_host
     with grouped(per_host if several else 1) as groups:
-        activations = max(profile.activation_bytes)
-        found = probe_network(groups.topology, groups, device, timeout, over_tcp=over_tcp, activation_bytes=activations)
-        link = Link(found.bandwidth, found.hop_latency)
+        found = links_of(groups, asked, size)
+        link = HostLink(found.bandwidth, found.hop_latency)
         if several and per_host > 1:
-            within = _shard_link(groups, device, timeout, activations, over_tcp=over_tcp)
+            shards = shard_link(groups, asked, size)
+            within = HostLink(shards.bandwidth, shards.latency)
     if not several:
         within = link
-        if world > 1 and config.tp != 1:
+        if world > 1 and asked.config.tp != 1:
             with grouped(per_host) as groups:
-                shards = _shard_link(groups, device, timeout, activations, over_tcp=over_tcp)
-            within = Link(min(link.bandwidth, shards.bandwidth), shards.latency)
-    between = Link(link.bandwidth * per_host, link.latency)
+                shards = shard_link(groups, asked, size)
+            within = HostLink(min(link.bandwidth, shards.bandwidth), shards.latency)
+    between = HostLink(link.bandwidth * per_host, link.latency)
     return Hosts(per_host=per_host, between=between, within=within or link, toll=found.toll)
-
-
-def _shard_link(groups: Groups, device: torch.device, timeout: float, size: int, *, over_tcp: bool) -> Link:
-    found = probe_shards(groups.topology, groups, device, timeout, over_tcp=over_tcp, size=size)
-    return Link(found.bandwidth, found.latency)
 
 
 class _Jobs:
@@ -364,12 +314,12 @@ class _Jobs:
         self._asked, self._recording, self._hosts, self._limit = asked, recording, hosts, limit
         self._profiles: dict[int, tuple[Profile, Profile | None] | ConfigError] = {1: (profile, one)}
 
-    def of(self, option: _Option) -> Job:
+    def of(self, mesh: Decision) -> TrainingJob:
         """Raises: ConfigError when the model cannot be shared out so."""
-        mesh, asked = option.mesh, self._asked
+        asked = self._asked
         profile, one = self._of_shard(mesh.tp)
         elsewhere = asked.device.type != "cpu"
-        whole = Job(
+        whole = TrainingJob(
             trace=self._recording.under(mesh.tp),
             profile=profile,
             network=self._hosts.network(mesh.dp * mesh.tp * mesh.pp, mesh.tp),
@@ -389,7 +339,7 @@ class _Jobs:
             pool_is_elsewhere=elsewhere or asked.config.offload_disk is not None,
             host_is_elsewhere=elsewhere,
         )
-        sized = in_parts(whole, option.samples)
+        sized = in_parts(whole, mesh.samples)
         return replace(sized, micro_batches=mesh.micro_batches, samples=None, one_sample=None)
 
     def _of_shard(self, tp: int) -> tuple[Profile, Profile | None]:
@@ -407,16 +357,13 @@ class _Jobs:
         asked, recording = self._asked, self._recording
         whole = self._profiles[1]
         assert not isinstance(whole, ConfigError)
-        shapes = {name: parameter.shape for name, parameter in asked.model.named_parameters()}
         shares = bool(asked.config.sequence_parallel)
         sharding = plan_sharding(
             asked.model, recording, asked.example, tp, asked.config.tp_plan, sequence_parallel=shares
         )
 
         def shard(profile: Profile, example: Mapping[str, Any]) -> Profile:
-            layers = layers_of_a_shard(asked.model, recording, example, sharding, asked.device, asked.autocast)
-            made = of_a_shard(profile, recording, sharding, shapes, layers)
-            return with_tp_sync(made, asked.model, recording, sharding, example, asked.autocast)
+            return shard_profile(profile, asked.model, recording, example, sharding, asked.device, asked.autocast)
 
         profile, one = whole
         if one is None:
@@ -424,62 +371,39 @@ class _Jobs:
         return shard(profile, asked.example), shard(one, part_of(asked.example, 0, 1, asked.most_samples))
 
 
-def _best(
-    asked: Asked, jobs: _Jobs, options: Sequence[_Option], parameters: int, limit: int | None
-) -> tuple[Decision, str]:
+def _best(asked: Asked, jobs: _Jobs, options: Sequence[Decision], limit: int | None) -> tuple[Decision, str]:
     """Returns what is predicted to be fastest, and what it was compared with, in words."""
-    possible: list[tuple[_Option, Job]] = []
-    refused = ""
-    for option in options:
-        try:
-            possible.append((option, jobs.of(option)))
-        except ConfigError as error:
-            refused = str(error)
-    if not possible:
-        raise ConfigError(f'parallel="auto": no mesh is possible: {refused}')
-    found = decide_jobs(
-        [job for _, job in possible], _constraints(asked, options), lambda: steps_parts(asked.optimizer)
+    constraints = _constraints(asked, options)
+    tried = search_meshes(
+        options, jobs.of, lambda some: decide_jobs(some, constraints, partial(steps_parts, asked.optimizer))
     )
-    known = [(option, one) for (option, _), one in zip(possible, found, strict=True) if one.best is not None]
-    fitting = [(option, one) for option, one in known if one.fits]
+    known = [(one.step_ms, one.mesh, one.found) for one in tried if one.step_ms is not None and one.found is not None]
     if not known:
-        raise ConfigError(
-            f'parallel="auto": no mesh is possible: {next((one.cannot for one in found if one.cannot), "")}'
-        )
-    if not fitting and asked.config.memory_size is not None:
-        least = min(one.memory_bytes for _, one in known)
+        raise ConfigError(f'parallel="auto": no mesh is possible: {tried[0].reason}')
+    fits = tried[0].counts
+    if not fits and asked.config.memory_size is not None:
         raise MemoryLimitError(
             f"memory_limit={asked.config.memory_limit}: no mesh fits, the least that a process would need is about "
-            f"{text_of_bytes(least)}; raise memory_limit, start more processes, or leave more of dp, tp, pp, recompute "
-            "and offload open"
+            f"{text_of_bytes(known[0][2].memory_bytes)}; raise memory_limit, start more processes, or leave more of "
+            "dp, tp, pp, recompute and offload open"
         )
-    if fitting:
-        best_ns = min(_step_ns(one) for _, one in fitting)
-        chosen = next((option, one) for option, one in fitting if _step_ns(one) <= _CLOSE * best_ns)
-        others = sorted((pair for pair in fitting if pair is not chosen), key=lambda pair: _step_ns(pair[1]))
-    else:  # of a device's memory, nine tenths of which are planned with
-        known.sort(key=lambda pair: pair[1].memory_bytes)
-        chosen, others = known[0], known[1:]
-    option, one = chosen
-    decision = _decision(option, parameters)
-    lines = [f"{decision.name}: {_step_ns(one) / 1e6:.1f} ms a step predicted, {text_of_bytes(one.memory_bytes)}"]
+    # Where nothing fits into nine tenths of a device's memory, what needs least.
+    known = [(ms, mesh, found) for ms, mesh, found in known if found.fits == fits]
+    close = [one for one in known if fits and one[0] <= _CLOSE * known[0][0]] or known[:1]
+    step_ms, decision, found = min(close, key=lambda one: options.index(one[1]))
+    lines = [f"{decision.name}: {step_ms:.1f} ms a step predicted, {text_of_bytes(found.memory_bytes)}"]
     if limit is not None:
-        lines[0] += f" of {text_of_bytes(limit)}" + ("" if fitting else ": nothing fits")
-    seen = {(option.mesh.tp, option.mesh.pp)}
-    for other, plan in others:  # of each mesh the best
-        if (other.mesh.tp, other.mesh.pp) not in seen and len(seen) <= _SHOWN:
-            seen.add((other.mesh.tp, other.mesh.pp))
-            lines.append(f"  {_decision(other, parameters).name}: {_step_ns(plan) / 1e6:.1f} ms")
+        lines[0] += f" of {text_of_bytes(limit)}" + ("" if fits else ": nothing fits")
+    seen = {(decision.tp, decision.pp)}
+    for ms, other, _ in known:  # of each mesh the best
+        if (other.tp, other.pp) not in seen and len(seen) <= _SHOWN:
+            seen.add((other.tp, other.pp))
+            lines.append(f"  {other.name}: {ms:.1f} ms")
     return decision, "\n".join(lines)
 
 
-def _step_ns(found: Found) -> int:
-    assert found.best is not None, "asked for by those who looked"
-    return found.best.step_ns
-
-
-def _constraints(asked: Asked, options: Sequence[_Option]) -> Constraints:
+def _constraints(asked: Asked, options: Sequence[Decision]) -> Constraints:
     """Returns what the user has set, of the options that leave most open."""
-    mesh = max((one.mesh for one in options), key=lambda one: one.dp * one.pp)
+    mesh = max(options, key=lambda one: one.dp * one.pp)
     config = asked.config.decided(dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, micro_batches=mesh.micro_batches)
     return resolve_auto(config, mesh.dp)

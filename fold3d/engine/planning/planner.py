@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from fold3d.comms.connections import uses_tcp
 from fold3d.comms.consistency import agree, make_alike
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity
-from fold3d.comms.tcp import uses_tcp
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, ParallelConfig, text_of_bytes
 from fold3d.data_parallel.optimizer.separable import check_separable
@@ -27,19 +27,18 @@ from fold3d.device import processes_of_host
 from fold3d.engine.planning.memory_limit import memory_limit
 from fold3d.errors import ConfigError, MemoryLimitError, RankError
 from fold3d.observe.announce import announce
-from fold3d.plan.constraints import Constraints
 from fold3d.plan.costs import ACTION_SECONDS, BUCKET_SECONDS, NetworkCosts, Profile
-from fold3d.plan.job import Job
-from fold3d.plan.memory.changes import predicted_curves
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import Spared
+from fold3d.plan.memory_options import predicted_curves
 from fold3d.plan.micro_batch_size import in_parts, remark_on, search_sizes, sizes_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.resolve import programs_of
 from fold3d.plan.search import decide
+from fold3d.plan.strategy import Constraints
 from fold3d.profile.layers import profile_model
 from fold3d.profile.network import ShardLink, copy_bandwidth, probe_network, probe_shards
-from fold3d.profile.shard import layers_of_a_shard, of_a_shard
-from fold3d.profile.tp_sync import halves_factor, with_tp_sync
+from fold3d.profile.shard import halves_factor, shard_profile
 from fold3d.recompute import Recompute
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.splitting.plan_sharding import plan_sharding
@@ -60,6 +59,30 @@ _SECONDS_OF_ONE = 1.0
 """For which a micro-batch of one sample is measured, where it is."""
 
 
+Autocast = Callable[[], AbstractContextManager[Any]]
+MakeOptimizer = Callable[[list[Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A model, and how it will be trained; the same on every rank."""
+
+    model: Module
+    config: ParallelConfig
+    device: torch.device
+    optimizer: MakeOptimizer | None = None
+    """Makes one like the training's, for the planner to try."""
+    autocast: Autocast = nullcontext
+    """What the training puts around layers."""
+    compile_options: Mapping[str, Any] | None = None
+    """Of torch.compile, for each block; None: blocks are not compiled."""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of memory that a rank may use."""
+        return memory_limit(self.config, self.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """What is known of the samples of a rank's micro-batch."""
@@ -74,7 +97,7 @@ UNKNOWN = Samples(None, None)
 
 
 def shard_alike(
-    model: Module, recording: Trace, config: ParallelConfig, world: WorldGroup, example: Mapping[str, Any] | None
+    training: Training, recording: Trace, world: WorldGroup, example: Mapping[str, Any] | None
 ) -> ShardingPlan:
     """Returns rank 0's plan of how the model is spread over tensor-parallel groups; all ranks of the job call.
 
@@ -85,7 +108,7 @@ def shard_alike(
         example: what the model was recorded with; None: what it makes up by itself.
     Raises: on every rank what planning raises on rank 0; ConfigError when the ranks of a group have different models.
     """
-
+    model, config = training.model, training.config
     asked = config.tp, tuple(sorted((config.tp_plan or {}).items())), config.sequence_parallel
     known = _cut_by.get(model, {}).get(asked) if any(map(is_part, model.parameters())) else None
 
@@ -127,22 +150,15 @@ def _watcher(model: Module, recording: Trace) -> str:
 
 
 def plan_auto(
-    model: Module,
+    training: Training,
+    constraints: Constraints,
     recording: Trace | None,
     layout: Trace | None,
-    config: ParallelConfig,
-    constraints: Constraints,
     world: WorldGroup,
-    device: torch.device,
     example: Mapping[str, Any] | None,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    number: int,
     sharding: ShardingPlan | None,
     samples: Samples = UNKNOWN,
-    *,
-    compiled: bool = False,
-) -> tuple[Job, Proposal] | None:
+) -> tuple[TrainingJob, Proposal] | None:
     """Decides what is "auto"; all ranks of the job call that have recorded the model.
 
     Args:
@@ -150,24 +166,24 @@ def plan_auto(
         layout: what all ranks cut by.
         sharding: how weights are spread over tensor-parallel groups; None where there are none.
         samples: of `example`.
-        compiled: torch.compile makes one operator of a block, whose backward does not run in halves.
     Returns: what the planner was told, of whole micro-batches, and what it proposes; None where there is nothing to
         fold.
     Raises: ConfigError; RankError when another rank failed.
     """
+    config = training.config
     error: Exception | None = None
     profile = one = None
     try:
         if recording is not None and example is not None:
-            profile = profile_of(model, recording, config, example, device, optimizer, autocast, sharding)
-            if samples.one is not None and memory_limit(config, device) is not None:
-                one = _of_one(model, recording, config, samples.one, device, optimizer, autocast, sharding)
+            profile = profile_of(training, recording, example, sharding)
+            if samples.one is not None and training.limit is not None:
+                one = _of_one(training, recording, samples.one, sharding)
     except Exception as own:
         if config.pp * config.tp > 1 or config.memory_limit is not None:
             error = own
         else:  # what need not be cut trains all the same
             logger.warning("the model stays in one piece, it cannot be measured (%s: %s)", type(own).__name__, own)
-    agree(world, number, error)  # nobody may wait for the measurements of a rank that failed
+    agree(world, 0, error)  # nobody may wait for the measurements of a rank that failed
     mine = profile
     profile = agreed_profile(world, recording, profile)
     if layout is None or profile is None:
@@ -178,26 +194,16 @@ def plan_auto(
             )
         return None
     one = agreed_profile(world, recording, one, every=True)
-    return propose(
-        *(layout, profile, config, constraints, world, device, optimizer, samples.number, one),
-        compiled=compiled,
-        stage_times=_stage_times(world, mine),
-    )
+    stage_times = _stage_times(world, mine)
+    return _propose(training, constraints, layout, profile, world, samples.number, one, stage_times)
 
 
 def _of_one(
-    model: Module,
-    recording: Trace,
-    config: ParallelConfig,
-    example: Mapping[str, Any],
-    device: torch.device,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    sharding: ShardingPlan | None,
+    training: Training, recording: Trace, example: Mapping[str, Any], sharding: ShardingPlan | None
 ) -> Profile | None:
     """Returns `profile_of` a micro-batch of one sample; None where that cannot be measured."""
     try:
-        return profile_of(model, recording, config, example, device, optimizer, autocast, sharding, _SECONDS_OF_ONE)
+        return profile_of(training, recording, example, sharding, _SECONDS_OF_ONE)
     except Exception as error:  # some models want several samples
         logger.warning(
             'micro_batch_size="auto": micro-batches stay whole, since one sample cannot be measured (%s: %s)',
@@ -208,14 +214,10 @@ def _of_one(
 
 
 def profile_of(
-    model: Module,
+    training: Training,
     recording: Trace,
-    config: ParallelConfig,
     example: Mapping[str, Any],
-    device: torch.device,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    sharding: ShardingPlan | None,
+    sharding: ShardingPlan | None = None,
     seconds: float = 2.0,
 ) -> Profile:
     """Returns what layers cost on a rank, measured on this one; with which exchanges, where they have shards.
@@ -224,6 +226,7 @@ def profile_of(
         seconds: about how long to measure.
     Raises: whatever the model raises.
     """
+    model, config, device, autocast = training.model, training.config, training.device, training.autocast
     tokens = config.chunked_loss
 
     def prepare(copied: Module) -> None:
@@ -233,16 +236,13 @@ def profile_of(
     profile = profile_model(
         *(model, recording, example, device),
         recompute=Recompute() if config.recompute == AUTO else Recompute.parse(config.recompute),
-        optimizer=optimizer,
+        optimizer=training.optimizer,
         autocast=autocast,
         prepare=prepare,
         seconds=seconds,
     )
     if sharding is not None:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layers = layers_of_a_shard(model, recording, example, sharding, device, autocast, prepare)
-        profile = of_a_shard(profile, recording, sharding, shapes, layers)
-        profile = with_tp_sync(profile, model, recording, sharding, example, autocast)
+        profile = shard_profile(profile, model, recording, example, sharding, device, autocast, prepare)
         if config.tp_overlap != "none":
             factor = halves_factor(model, recording, example, device, autocast, seconds / 4, profile.sub_micro_batches)
             profile = replace(profile, halves_factor=factor)
@@ -313,38 +313,34 @@ def _stage_times(world: WorldGroup, mine: Profile | None) -> tuple[float, ...]:
     return found
 
 
-def propose(
+def _propose(
+    training: Training,
+    constraints: Constraints,
     layout: Trace,
     profile: Profile,
-    config: ParallelConfig,
-    constraints: Constraints,
     world: WorldGroup,
-    device: torch.device,
-    optimizer: Callable[[list[Parameter]], Optimizer] | None,
-    samples: int | None = None,
-    one_sample: Profile | None = None,
-    *,
-    compiled: bool = False,
-    stage_times: tuple[float, ...] = (),
-) -> tuple[Job, Proposal]:
+    samples: int | None,
+    one_sample: Profile | None,
+    stage_times: tuple[float, ...],
+) -> tuple[TrainingJob, Proposal]:
     """Returns the fastest strategy for everything that is "auto", the same on every rank; all ranks of the job call.
 
     Args:
         layout, profile, one_sample: the same on every rank.
         samples: of this rank's micro-batch; None: nobody knows.
         one_sample: what a micro-batch of one sample costs; None: micro-batches are not to be divided.
-        compiled: see `plan_auto`.
         stage_times: of Job.
     Raises: ConfigError on every rank when the model cannot be spread as asked.
     """
+    config, device = training.config, training.device
     topology = world.topology
     samples = world.share(samples, timeout=world.patience)
     world.progress.turn_to("measuring links")
-    network = _network(profile, world, config, device)
-    limit = memory_limit(config, device)
+    network = _network(profile, world, training)
+    limit = training.limit
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
     copies = _copies(config, world, device) if copied else {}
-    job = Job(
+    job = TrainingJob(
         trace=layout,
         profile=profile,
         network=network,
@@ -359,7 +355,8 @@ def propose(
         memory_limit=limit,
         pool_limit=_pool_limit(config, world) if copied else config.pool_size,
         preempt=config.preempt,
-        may_split=topology.tp == 1 and not compiled,
+        # A compiled block is one operator, whose backward does not run in halves.
+        may_split=topology.tp == 1 and training.compile_options is None,
         flush=config.flush,
         delay_correction=config.delay_correction,
         action_seconds=ACTION_SECONDS,
@@ -370,7 +367,7 @@ def propose(
     world.progress.turn_to("planning")
     if topology.rank == 0:
         try:
-            chosen, proposal = _decide(job, config, constraints, lambda: steps_parts(optimizer))
+            chosen, proposal = _decide(job, config, constraints, lambda: steps_parts(training.optimizer))
             _check_memory(chosen, proposal, config)
             announce(logger, proposal.table if logger.isEnabledFor(logging.INFO) else proposal.brief)
             found = proposal
@@ -386,13 +383,13 @@ def propose(
 
 
 def _decide(
-    job: Job, config: ParallelConfig, constraints: Constraints, steps_parts: Callable[[], bool]
-) -> tuple[Job, Proposal]:
+    job: TrainingJob, config: ParallelConfig, constraints: Constraints, steps_parts: Callable[[], bool]
+) -> tuple[TrainingJob, Proposal]:
     """Returns the best proposal, and the job that it is for: with parts of micro-batches where they may be divided."""
     if job.samples is None or job.one_sample is None:
         return job, decide(job, constraints, steps_parts)
 
-    def plan(size: int) -> tuple[Job, Proposal]:
+    def plan(size: int) -> tuple[TrainingJob, Proposal]:
         made = in_parts(job, size)
         if constraints.schedule is not None and constraints.segments is not None:  # a file is for so many micro-batches
             sized = replace(config, micro_batches=made.micro_batches)
@@ -436,7 +433,7 @@ def _pool_limit(config: ParallelConfig, world: WorldGroup) -> int:
     return least
 
 
-def steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
+def steps_parts(make: MakeOptimizer | None) -> bool:
     """Returns whether the optimizer works element by element, as far as a made-up parameter tells: of one that cannot
     be made of it, `DpSync.attach` finds out."""
     try:
@@ -450,7 +447,7 @@ def steps_parts(make: Callable[[list[Parameter]], Optimizer] | None) -> bool:
     return True
 
 
-def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
+def _check_memory(job: TrainingJob, proposal: Proposal, config: ParallelConfig) -> None:
     """Raises MemoryLimitError when the best that was found needs more memory than the user allows."""
     if config.memory_size is None or proposal.memory_bytes <= config.memory_size:
         return
@@ -473,46 +470,53 @@ def _check_memory(job: Job, proposal: Proposal, config: ParallelConfig) -> None:
     )
 
 
-def _network(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> NetworkCosts:
-    topology, over_tcp = world.topology, uses_tcp(config.transport, device)
-    groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=not over_tcp, world=world)
+@contextmanager
+def probing(topology: Topology, world: WorldGroup, training: Training, *, with_p2p: bool = True) -> Iterator[Groups]:
+    """Makes the groups of a mesh, to measure its links; all ranks of the job run the body.
+
+    Args:
+        with_p2p: also by which torch passes messages and sums on, if it does.
+    Raises: RankError when a rank is gone or does not come.
+    """
+    config, device = training.config, training.device
+    with_p2p = with_p2p and not uses_tcp(config.transport, device)
+    groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=with_p2p, world=world)
     try:
-        found = probe_network(
-            topology,
-            groups,
-            device,
-            config.timeout_seconds,
-            over_tcp=over_tcp,
-            activation_bytes=max(profile.activation_bytes),
-        )
-        if topology.tp > 1:
-            found = _probe_shards(profile, groups, config, device).of(found)
-        return found
+        yield groups
     except RuntimeError as error:
         raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
     finally:
         groups.close()
 
 
-def tp_link(profile: Profile, world: WorldGroup, config: ParallelConfig, device: torch.device) -> ShardLink:
+def links_of(groups: Groups, training: Training, activation_bytes: int) -> NetworkCosts:
+    """Returns what `probe_network` measures of the groups; all ranks of the job call."""
+    config, device = training.config, training.device
+    over_tcp = uses_tcp(config.transport, device)
+    return probe_network(groups, config.timeout_seconds, over_tcp=over_tcp, activation_bytes=activation_bytes)
+
+
+def shard_link(groups: Groups, training: Training, size: int) -> ShardLink:
+    """Returns what `probe_shards` measures of the groups, with sums of `size` bytes; all ranks of the job call."""
+    config, device = training.config, training.device
+    over_tcp = uses_tcp(config.transport, device)
+    return probe_shards(groups, config.timeout_seconds, over_tcp=over_tcp, size=size)
+
+
+def _network(profile: Profile, world: WorldGroup, training: Training) -> NetworkCosts:
+    with probing(world.topology, world, training) as groups:
+        found = links_of(groups, training, max(profile.activation_bytes))
+        return found if world.topology.tp == 1 else shard_link(groups, training, _largest_sum(profile)).of(found)
+
+
+def tp_link(profile: Profile, world: WorldGroup, training: Training) -> ShardLink:
     """Returns what links the ranks of tensor-parallel groups; all ranks of the job call.
 
     Raises: RankError when it cannot be measured.
     """
-    topology = world.topology
-    groups = Groups(topology, device, config.timeout_seconds, (), with_p2p=False, world=world)
-    try:
-        return _probe_shards(profile, groups, config, device)
-    except RuntimeError as error:
-        raise RankError(f"{topology.describe(topology.rank)} could not measure the network: {error}") from error
-    finally:
-        groups.close()
+    with probing(world.topology, world, training, with_p2p=False) as groups:
+        return shard_link(groups, training, _largest_sum(profile))
 
 
-def _probe_shards(profile: Profile, groups: Groups, config: ParallelConfig, device: torch.device) -> ShardLink:
-    exchanges = [one.bytes for of in (*profile.tp_forward, *profile.tp_backward) for one in of]
-    return probe_shards(
-        *(groups.topology, groups, device, config.timeout_seconds),
-        over_tcp=uses_tcp(config.transport, device),
-        size=max(exchanges, default=1),
-    )
+def _largest_sum(profile: Profile) -> int:
+    return max((one.bytes for of in (*profile.tp_forward, *profile.tp_backward) for one in of), default=1)

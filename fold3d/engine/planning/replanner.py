@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 
+from fold3d.comms.connections import uses_tcp
 from fold3d.comms.groups import Groups
-from fold3d.comms.tcp import uses_tcp
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.observe.announce import announce
 from fold3d.observe.link_times import LinkTimes, rates_of
 from fold3d.observe.step_breakdown import NS_PER_MS, RawRecord, merged, without
-from fold3d.plan.cluster_model import BucketCost, Cluster, Work
+from fold3d.plan.cluster_model import BucketCost, ClusterCosts, Work
 from fold3d.plan.costs import pause_bytes
-from fold3d.plan.job import Job
-from fold3d.plan.measured import Expected, plan_gathers
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.measured import plan_gathers
 from fold3d.plan.micro_batch_size import in_parts, memory_curve
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import recheck
+from fold3d.plan.simulator import Prediction
 from fold3d.plan.space.dp_sync import gradient_share
 from fold3d.plan.strategy import Strategy
 from fold3d.profile.network import probe_network
@@ -42,7 +43,7 @@ FIRST_STEPS = 3
 EVERY = 50
 """Steps between looks at whether the times are still what the plan was made for; between the first ones fewer."""
 SAMPLE = 10
-"""Of the steps between looks, every so manieth is looked into; of the others the length is enough."""
+"""Of so many steps between looks one is examined; of the others the length is enough."""
 DRIFT = 0.1
 """By which part steps may differ from the prediction, or from what they took at the last look, before there is another
 look."""
@@ -67,7 +68,7 @@ class Replanner:
         groups: Groups,
         config: ParallelConfig,
         device: torch.device,
-        proposed: tuple[Job, Proposal] | None,
+        proposed: tuple[TrainingJob, Proposal] | None,
         *,
         has_times: bool = True,
         resizes: bool = False,
@@ -100,11 +101,12 @@ class Replanner:
         self._activation_bytes: dict[int, int] = {}
         self._stash_bytes: dict[int, int] = {}
         self._copy_rate = 0.0  # bytes per second
-        self.expected: Expected | None = None
+        self.expected: Prediction | None = None
+        """What the simulator says of the run as it is; with what it does not simulate in `step_ms`."""
         # Else the recorded times are those of launching kernels; the planner's, which waited for them, are better.
         self._stays = not has_times
         if self._stays and proposed is not None:
-            self.expected = Expected.of(proposed[1].prediction, proposed[1].strategy.gather_order)
+            self.expected = proposed[1].prediction
 
     def observe(self, records: Sequence[RawRecord], step_ms: float, exposed_tp_ms: float | None = None) -> None:
         """Takes in what a step recorded.
@@ -162,7 +164,7 @@ class Replanner:
         return abs(median(self._recent) / self._usual - 1) > DRIFT
 
     @property
-    def believed(self) -> Expected | None:
+    def believed(self) -> Prediction | None:
         """What is expected of a step, unless the latest steps say otherwise."""
         if self.expected is None or not self._recent:
             return self.expected
@@ -230,7 +232,7 @@ class Replanner:
 
     def _expect(
         self, strategy: Strategy, schedule: Schedule, shares: Sequence[dict[str, Any]]
-    ) -> tuple[Expected, Strategy, int | None] | None:
+    ) -> tuple[Prediction, Strategy, int | None] | None:
         """Returns a new expectation and what is then to be done, with micro-batches of which size; None when the
         present expectation still holds."""
         longest = max(share["step_ms"] for share in shares)
@@ -283,8 +285,7 @@ class Replanner:
                     + f" (predicted {better.step_ms:.1f} ms a step) is faster than {strategy.name}; pin it with "
                     f"{better.flags}",
                 )
-                expected = Expected.of(better.prediction, better.strategy.gather_order)
-                return expected.longer_by(other_ms), better.strategy, size
+                return _longer(better.prediction, other_ms), better.strategy, size
         buckets = [of_chunk(chunk)[0]["buckets"].get(chunk, ()) for chunk in chunks]
         work = Work(
             forward=forward,
@@ -301,7 +302,7 @@ class Replanner:
             ),
             style=schedule.style,
         )
-        cluster = Cluster(
+        cluster = ClusterCosts(
             dp=self._topology.dp,
             bandwidth=bandwidth,
             latency=self._links[1],
@@ -319,14 +320,14 @@ class Replanner:
             [mode for mine in of_stage(buckets, stage, schedule.pp, schedule.style) for _, mode in mine]
             for stage in range(schedule.pp)
         ]
-        expected = plan_gathers(schedule, work, cluster, modes).longer_by(other_ms)
+        expected = _longer(plan_gathers(schedule, work, cluster, modes), other_ms)
         logger.info("measured %.1f ms a step, predicted %.1f ms", longest, expected.step_ms)
         gathers = expected.gather_order if any(expected.gather_order) else ()
         return expected, replace(strategy, gather_order=gathers), self.size
 
     def _better(
         self,
-        whole: Job,
+        whole: TrainingJob,
         strategy: Strategy,
         schedule: Schedule,
         forward_ms: Sequence[float],
@@ -378,9 +379,7 @@ class Replanner:
             links = self._planned_job.network
         else:
             links = probe_network(
-                self._topology,
                 self._groups,
-                self._device,
                 self._config.timeout_seconds,
                 over_tcp=uses_tcp(self._config.transport, self._device),
                 activation_bytes=max(self._activation_bytes.values(), default=0),
@@ -388,6 +387,11 @@ class Replanner:
             )
         rate = links.bandwidth if math.isfinite(links.bandwidth) else _LOCAL
         return rate, links.pp_latency, links.hop_latency
+
+
+def _longer(prediction: Prediction, other_ms: float) -> Prediction:
+    """Returns what to expect of a step that has so much in it which is not simulated."""
+    return replace(prediction, step_ms=prediction.step_ms + other_ms)
 
 
 def _stage_waits(shares: Sequence[dict[str, Any]]) -> float | None:

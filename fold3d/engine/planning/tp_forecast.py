@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.nn import Module
-
-from fold3d.comms.rings import spread_of_shards, warn_of_hosts
+from fold3d.comms.connections import spread_of_shards, warn_of_hosts
 from fold3d.comms.world_group import WorldGroup
-from fold3d.config import AUTO, TP_WAYS, ParallelConfig, text_of_bytes
+from fold3d.config import AUTO, TP_WAYS, text_of_bytes
 from fold3d.engine.planning import planner
 from fold3d.plan.costs import NetworkCosts
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import layout_of
 from fold3d.plan.proposal import Proposal
 from fold3d.plan.search import DECISIVE
-from fold3d.plan.space.tp_overlap import KNOB
-from fold3d.plan.space.tp_times import traffic
+from fold3d.plan.space.tp_overlap import KNOB, traffic
 from fold3d.plan.strategy import Strategy
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.topology import of_stage
@@ -58,7 +53,7 @@ class TpForecast:
         )
 
 
-def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
+def forecast_of(job: TrainingJob, proposed: Proposal) -> TpForecast:
     """Returns what the planner expects of what it proposes."""
     busiest = max(proposed.prediction.ranks, key=lambda rank: rank.exposed_tp_ms)
     return TpForecast(
@@ -71,15 +66,12 @@ def forecast_of(job: Job, proposed: Proposal) -> TpForecast:
 
 
 def predict_tp_sync(
-    model: Module,
+    training: planner.Training,
     recording: Trace,
     layout: Trace,
-    config: ParallelConfig,
     strategy: Strategy,
     world: WorldGroup,
-    device: torch.device,
     example: Mapping[str, Any] | None,
-    autocast: Callable[[], AbstractContextManager[Any]],
     sharding: ShardingPlan,
 ) -> tuple[Strategy, TpForecast | None]:
     """Returns a strategy that was not planned, with how TP.sync is hidden where "auto" leaves that open and the
@@ -97,18 +89,16 @@ def predict_tp_sync(
         return strategy, None
     profile = None
     try:
-        inputs = synthetic_example(model) if example is None else example
-        profile = planner.profile_of(
-            model, recording, config, inputs, device, None, autocast, sharding, seconds=_SECONDS
-        )
+        inputs = synthetic_example(training.model) if example is None else example
+        profile = planner.profile_of(replace(training, optimizer=None), recording, inputs, sharding, _SECONDS)
     except Exception as error:  # foreign code with made-up values; nothing depends on it
         logger.info("TP.sync cannot be predicted (%s: %s)", type(error).__name__, error)
     profile = planner.agreed_profile(world, recording, profile, every=True)
     if profile is None:
         return strategy, None
-    link = planner.tp_link(profile, world, config, device)
+    link = planner.tp_link(profile, world, training)
     topology, nothing = world.topology, float("inf")
-    job = Job(
+    job = TrainingJob(
         trace=layout,
         profile=profile,
         network=link.of(NetworkCosts(pp_latency=0.0, pp_bandwidth=nothing, dp_bandwidth=nothing, hop_latency=0.0)),
@@ -116,7 +106,7 @@ def predict_tp_sync(
         pp=topology.pp,
         tp=topology.tp,
         style=topology.style,
-        micro_batches=config.micro_batches,
+        micro_batches=training.config.micro_batches,
     )
     way, other = KNOB.of(strategy), None
     if is_open:
@@ -138,7 +128,7 @@ def warn_of_spread(forecast: TpForecast | None, world: WorldGroup) -> None:
     warn_of_hosts(spread_of_shards(world), world.topology, "" if forecast is None else forecast.text)
 
 
-def _decided(job: Job, strategy: Strategy) -> str:
+def _decided(job: TrainingJob, strategy: Strategy) -> str:
     """Returns the way that is clearly the fastest, or "auto"."""
     if job.profile.halves_factor is None:
         return AUTO  # batches may come that can be divided
@@ -153,7 +143,7 @@ def _decided(job: Job, strategy: Strategy) -> str:
     return AUTO if close else best
 
 
-def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
+def _seconds(job: TrainingJob, strategy: Strategy, way: str) -> tuple[float, float]:
     """Returns how long a rank of the busiest stage computes in a step, and what of that it waits for TP.sync."""
     layout = layout_of(KNOB.costs(job, way), strategy.ranges, strategy.bucket_bytes)
     both = [a + b for a, b in zip(layout.forward, layout.backward, strict=True)]
@@ -166,7 +156,7 @@ def _seconds(job: Job, strategy: Strategy, way: str) -> tuple[float, float]:
     return job.micro_batches * spent, job.micro_batches * waited
 
 
-def _bytes(job: Job, strategy: Strategy) -> int:
+def _bytes(job: TrainingJob, strategy: Strategy) -> int:
     """Returns what a rank of the stage with most of it sends in its group in a step."""
     profile, last = job.profile, len(strategy.ranges) - 1
     of_layer = [

@@ -1,15 +1,15 @@
-"""How gradients are summed over the replicas, in what they travel to their sums, and how long they may."""
+"""How gradients are summed over the replicas: in which way, in buckets of how many bytes, in which dtype, and how
+long they may travel.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fold3d.config import DP_SYNC, DP_SYNC_DTYPES
+from fold3d.config import DP_SYNC, DP_SYNC_DTYPES, parse_bytes
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import MIXED, Strategy
+from fold3d.plan.strategy import MIXED, Constraints
 
 DEFAULT = "early"
 WHOLE = "float32"
@@ -20,16 +20,12 @@ def _check(value: str, constraints: Constraints) -> None:
         raise ConfigError(f"dp_sync={value!r}: must be one of {', '.join(DP_SYNC)}, or None to choose")
 
 
-def _flag(value: str, strategy: Strategy) -> str | None:
-    return None if strategy.dp == 1 or value == MIXED else value
-
-
 KNOB = Knob(
     name="dp_sync",
     help=f"how gradients are summed over the replicas: {', '.join(DP_SYNC)}",
     parse=str,
     check=_check,
-    flag=_flag,
+    flag=lambda value, strategy: None if strategy.dp == 1 or value == MIXED else value,
 )
 
 
@@ -43,18 +39,14 @@ def _check_dtype(value: str, constraints: Constraints) -> None:
         raise ConfigError(f"dp_sync_dtype={value!r}: must be one of {', '.join(DP_SYNC_DTYPES)}")
 
 
-def _costs(job: Job, value: str) -> Job:
-    return replace(job, gradient_share=gradient_share(value))
-
-
 DTYPE = Knob(
     name="dp_sync_dtype",
     help=f"dtype in which gradients are sent: {', '.join(DP_SYNC_DTYPES)}",
     parse=str,
-    candidates=lambda job, constraints, so_far: (WHOLE,),  # the other changes the numbers: never by itself
+    candidates=lambda job: (WHOLE,),  # the other changes the numbers: never by itself
     check=_check_dtype,
     default=WHOLE,
-    costs=_costs,
+    costs=lambda job, value: replace(job, gradient_share=gradient_share(value)),
     flag=lambda value, strategy: None if value == WHOLE else value,
 )
 
@@ -70,9 +62,32 @@ DELAY = Knob(
     name="gradient_delay",
     help="1: apply gradients one step later, so that DP.sync has a full step; changes the numbers",
     parse=int,
-    candidates=lambda job, constraints, so_far: (0,),  # never by itself
+    candidates=lambda job: (0,),  # never by itself
     check=_check_delay,
     default=0,
     costs=lambda job, value: replace(job, gradient_delay=value),
     flag=lambda value, strategy: str(value) if value else None,
+)
+
+
+WHOLE_CHUNK = 1 << 50
+"""Makes every chunk one bucket."""
+
+
+def _parse(text: str) -> int:
+    try:
+        size = parse_bytes("bucket_bytes", text)
+    except ConfigError:
+        size = None
+    if size is None:
+        raise ValueError('must be a number of bytes, such as 4194304, "4MiB", or 0 for a bucket per layer')
+    return size
+
+
+BUCKET_BYTES = Knob(
+    name="bucket_bytes",
+    help="least bytes of a bucket of gradients, such as 4MiB",
+    parse=_parse,
+    candidates=lambda job: (0, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, WHOLE_CHUNK),
+    flag=lambda value, strategy: None if strategy.dp == 1 else str(value),
 )

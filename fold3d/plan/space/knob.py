@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.strategy import Constraints, Strategy
 
 T = TypeVar("T")
-SoFar = Mapping[str, Any]
-"""Values of the knobs that come before in the registry."""
 _FIELDS = {field.name for field in fields(Constraints)} - {"settings"}
 
 
@@ -30,14 +27,14 @@ class Knob(Generic[T]):
     """For the command line."""
     parse: Callable[[str], T]
     """Inverse of `text`. Raises: ValueError."""
-    candidates: Callable[[Job, Constraints, SoFar], Sequence[T]] = lambda job, constraints, so_far: ()
+    candidates: Callable[[TrainingJob], Sequence[T]] = lambda job: ()
     """Values worth a try where it is free. Of knobs in `settings`."""
     default: T | None = None
     """Value where it is free and nothing is planned. Of knobs in `settings`."""
     text: Callable[[T], str] = str
     check: Callable[[T, Constraints], None] = lambda value, constraints: None
     """Raises ConfigError for a value that cannot be, alone or with the others."""
-    costs: Callable[[Job, T], Job] = lambda job, value: job
+    costs: Callable[[TrainingJob, T], TrainingJob] = lambda job, value: job
     """Returns the job with what the value changes about times, bytes and network. Of knobs in `settings`."""
     flag: Callable[[T, Strategy], str | None] = lambda value, strategy: str(value)
     """Returns what the Trainer's command line says to get the value; None: nothing."""
@@ -78,7 +75,7 @@ class Knob(Generic[T]):
         except ValueError as error:
             raise ConfigError(f"{self.name}={text!r}: {error}") from None
 
-    def values(self, job: Job, constraints: Constraints, so_far: SoFar) -> Sequence[T]:
+    def values(self, job: TrainingJob, constraints: Constraints) -> Sequence[T]:
         """Returns what is to be tried: the fixed value alone, or the candidates."""
         value = self.fixed(constraints)
-        return self.candidates(job, constraints, so_far) if value is None else (value,)
+        return self.candidates(job) if value is None else (value,)

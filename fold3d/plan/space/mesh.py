@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fold3d.errors import ConfigError
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.search import Found
 
 
@@ -25,14 +26,22 @@ class Mesh:
         return f"dp={self.dp} tp={self.tp} pp={self.pp}, {self.micro_batches} micro-batches each"
 
 
+M = TypeVar("M", bound=Mesh)
+
+
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Tried(Generic[M]):
     """A mesh, and what the planner says of it."""
 
-    mesh: Mesh
+    mesh: M
     found: Found | None
     reason: str
     """Why there is no plan, or why it does not count; empty where it does."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a plan that fits into memory."""
+        return self.found is not None and not self.reason
 
     @property
     def step_ms(self) -> float | None:
@@ -54,7 +63,7 @@ def meshes(
     Raises: ConfigError if there is none.
     """
     found = []
-    for shards in [tp] if tp is not None else _divisors(ranks_per_host):
+    for shards in [tp] if tp is not None else (n for n in range(1, ranks_per_host + 1) if ranks_per_host % n == 0):
         for stages in [pp] if pp is not None else range(1, most_stages + 1):
             replicas, rest = divmod(processes, shards * stages)
             if rest or not replicas or micro_batches % replicas:
@@ -69,8 +78,8 @@ def meshes(
 
 
 def search_meshes(
-    candidates: Iterable[Mesh], job_of: Callable[[Mesh], Job], decide: Callable[[list[Job]], list[Found]]
-) -> list[Tried]:
+    candidates: Iterable[M], job_of: Callable[[M], TrainingJob], decide: Callable[[list[TrainingJob]], list[Found]]
+) -> list[Tried[M]]:
     """Returns what was tried, the best first: those that fit into memory, by the time of a step of the same global
     batch; then those that do not fit, by what they need; then those of which a bound says that they are slower; then
     those that cannot be.
@@ -79,8 +88,8 @@ def search_meshes(
         job_of: raises ConfigError for a mesh that the model cannot have, such as shards that do not divide its heads.
         decide: see `search.decide_jobs`.
     """
-    possible: list[tuple[Mesh, Job]] = []
-    found: list[tuple[tuple[float, ...], Tried]] = []
+    possible: list[tuple[M, TrainingJob]] = []
+    found: list[tuple[tuple[float, ...], Tried[M]]] = []
     for mesh in candidates:
         try:
             possible.append((mesh, job_of(mesh)))
@@ -100,7 +109,3 @@ def search_meshes(
         else:
             found.append(((0.0, best.step_ns, size), Tried(mesh, one, "")))
     return [tried for _, tried in sorted(found, key=lambda pair: pair[0])]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -13,12 +13,11 @@ from dataclasses import replace
 
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
-from fold3d.plan.memory.spared import Spared, keeps_boundaries
+from fold3d.plan.job import TrainingJob
+from fold3d.plan.memory import Spared, keeps_boundaries
 from fold3d.plan.space import recompute
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 
 
 def _check(value: Offload, constraints: Constraints) -> None:
@@ -40,7 +39,7 @@ KNOB: Knob[Offload] = Knob(
     "activations; activations:50%%, of half of the micro-batches",
     parse=Offload.read,
     text=_text,
-    candidates=lambda job, constraints, so_far: (Offload(),),  # short of memory: csrc/core/plan/sparing.cpp
+    candidates=lambda job: (Offload(),),  # short of memory: csrc/core/plan/sparing.cpp
     default=Offload(),
     check=_check,
     flag=lambda value, strategy: None if value.nothing else str(value),
@@ -63,7 +62,7 @@ def _flag_of(text: str) -> bool:
     return _VALUES[text.lower()]
 
 
-def optimizer_costs(job: Job, value: bool) -> Job:
+def optimizer_costs(job: TrainingJob, value: bool) -> TrainingJob:
     """Returns the job with the update's time on the host, and that of its copies: as if none ran beside an update, so
     no step should take longer than that."""
     if not value or job.offload_optimizer:
@@ -81,7 +80,7 @@ OPTIMIZER = Knob(
     name="offload_optimizer",
     help="True: keep the optimizer state in host memory and step it there",
     parse=_flag_of,
-    candidates=lambda job, constraints, so_far: (False,),  # the host's memory and cores are the user's to give
+    candidates=lambda job: (False,),  # the host's memory and cores are the user's to give
     default=False,
     costs=optimizer_costs,
     flag=lambda value, strategy: "True" if value else None,

@@ -15,7 +15,7 @@ KNOB: Knob[Recompute] = Knob(
     help="what to recompute in the backward: none, full, blocks, blocks:2, or names of modules",
     parse=Recompute.read,
     text=_text,
-    candidates=lambda job, constraints, so_far: (Recompute(),),  # short of memory: csrc/core/plan/sparing.cpp
+    candidates=lambda job: (Recompute(),),  # short of memory: csrc/core/plan/sparing.cpp
     default=Recompute(),
     flag=lambda value, strategy: None if value.nothing else str(value),
 )

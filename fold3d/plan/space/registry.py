@@ -1,32 +1,29 @@
-"""The knobs. The order is that of the text form and of the flags, and each knob's candidates see those before it."""
+"""The knobs. The order is that of the text form and of the flags."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from fold3d.errors import ConfigError
-from fold3d.plan.constraints import Constraints
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.space import (
-    bucket_bytes,
     dp_sync,
-    group_size,
     offload,
     recompute,
     schedule,
-    segments,
     tp_overlap,
 )
 from fold3d.plan.space.knob import Knob
-from fold3d.plan.strategy import Strategy
+from fold3d.plan.strategy import Constraints, Strategy
 
 KNOBS: list[Knob[Any]] = [
-    segments.KNOB,
+    schedule.SEGMENTS,
     schedule.KNOB,
-    group_size.KNOB,
+    schedule.GROUP_SIZE,
     dp_sync.KNOB,
-    bucket_bytes.KNOB,
+    dp_sync.BUCKET_BYTES,
     recompute.KNOB,
     offload.KNOB,
     offload.OPTIMIZER,
@@ -57,18 +54,11 @@ def constrained(**values: Any) -> Constraints:
     return made
 
 
-def settings_to_try(job: Job, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
+def settings_to_try(job: TrainingJob, constraints: Constraints) -> Iterator[tuple[tuple[str, str], ...]]:
     """Yields each combination of values of the knobs without a field of their own, as Strategy.settings."""
-
-    def extended(at: int, so_far: dict[str, Any]) -> Iterator[tuple[tuple[str, str], ...]]:
-        if at == len(others):
-            yield tuple((knob.name, knob.text(so_far[knob.name])) for knob in others)
-            return
-        for value in others[at].values(job, constraints, so_far):
-            yield from extended(at + 1, so_far | {others[at].name: value})
-
-    others = in_settings(job.tp)
-    yield from extended(0, {})
+    knobs = in_settings(job.tp)
+    for values in product(*(knob.values(job, constraints) for knob in knobs)):
+        yield tuple((knob.name, knob.text(value)) for knob, value in zip(knobs, values, strict=True))
 
 
 def in_settings(tp: int) -> list[Knob[Any]]:
@@ -76,7 +66,7 @@ def in_settings(tp: int) -> list[Knob[Any]]:
     return [knob for knob in KNOBS if not knob.has_field and (tp > 1 or not knob.needs_tp)]
 
 
-def with_costs(job: Job, settings: tuple[tuple[str, str], ...]) -> Job:
+def with_costs(job: TrainingJob, settings: tuple[tuple[str, str], ...]) -> TrainingJob:
     """Returns the job with what the settings change about its costs."""
     knobs = {knob.name: knob for knob in KNOBS}
     for name, text in settings:

@@ -13,8 +13,8 @@ from fold3d.cluster.jobs import Place
 from fold3d.cluster.rates import Measured, Measurement
 from fold3d.cluster.rounds import Ledger
 from fold3d.cluster.slurm import commands
+from fold3d.cluster.slurm.commands import options, script
 from fold3d.cluster.slurm.folder import Folder, On, Wish, parse_on
-from fold3d.cluster.slurm.script import options, script
 from fold3d.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fold3d.cli.main import main
-from fold3d.cluster import launch, prices
-from fold3d.cluster.cost import Plan, Terms, offers
+from fold3d.cluster import devices, launch
+from fold3d.cluster.cost import MachinePlan, Terms, offers
 from fold3d.cluster.jobs import Cluster
 from fold3d.cluster.policies import Policy
 from fold3d.cluster.rates import Measured
@@ -74,12 +74,12 @@ def test_the_script_of_the_page(tmp_path: Path, launcher: str) -> None:
 @pytest.mark.usefixtures("_slurm")
 def test_the_script_of_fold3d_cost(tmp_path: Path) -> None:
     """Two t4 machines with a GPU each: what counts steps in place of a training has both."""
-    machine = prices.Machine(
+    machine = devices.Machine(
         device="t4", gpus=1, price=1.0, spot=None, tflops=65.0, memory_gb=16.0, within_gbit=128.0, network_gbit=10.0,
         accelerator="T4", cloud="", count=2,
     )  # fmt: skip
     terms = Terms(tokens=1e6, deadline=100.0, restart=0.1, up=8.0, down=2.0)
-    (offer,) = offers([Plan(machine=machine, rate=1e3, flags="--dp 2")], Measured(), terms)
+    (offer,) = offers([MachinePlan(machine=machine, rate=1e3, flags="--dp 2")], Measured(), terms)
     output = tmp_path / "out"
     output.mkdir()
     batch(launch.sbatch(offer, [str(TOY), "3", "0"], str(output)), tmp_path / "said.txt")

@@ -1,5 +1,6 @@
-"""Connecting the replicas of a stage, and its shards: rings for DP.sync and TP.sync, and the arbiter that the ranks of
-a host share."""
+"""Connecting the stages of a replica, the replicas of a stage, and its shards: for PP.sync, and rings for DP.sync and
+TP.sync; and the arbiter that the ranks of a host share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,35 @@ from fold3d import _C
 from fold3d.comms.groups import Groups
 from fold3d.comms.interface import host_identity, local_address, nearest_cards
 from fold3d.comms.world_group import WorldGroup
-from fold3d.topology import Topology
+from fold3d.errors import ConfigError
+from fold3d.topology import Topology, V
+
+
+def uses_tcp(transport: str, device: torch.device) -> bool:
+    """Returns whether messages and sums travel over TCP connections of our own. Raises: ConfigError if they cannot."""
+    if transport == "tcp" and device.type != "cpu":
+        raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
+    return transport == "tcp" or (transport == "auto" and device.type == "cpu")
+
+
+def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.TcpPeers:
+    """Returns this stage's connections to its neighbours; all ranks of the replica call.
+
+    Args:
+        world: addresses and the connections' secret travel over its connections.
+        timeout: seconds until a stage that does not connect is an error.
+    Raises: RuntimeError (CommError, or torch's own) when one cannot be reached, or the job has failed.
+    """
+    pipeline = world.pipeline
+    secret = pipeline.share(secrets.token_hex(32))
+    host = local_address()
+    peers = _C.TcpPeers(topology.pp_rank, topology.pp, host, secret, f"stages of replica {topology.dp_rank}")
+    endpoints = pipeline.share(pipeline.gather((host, peers.port)))
+    with world.progress.life.ending(peers):
+        both_ways = topology.style == V
+        peers.connect(endpoints[topology.next_stage], endpoints[topology.previous_stage], timeout, both_ways)
+    return peers
+
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +57,7 @@ def connect_replicas(
     timeout: float,
     *,
     over_tcp: bool,
-    hosts: Hosts | None = None,
+    hosts: PeerHosts | None = None,
     makes_room: bool = True,
     clock: _C.StreamClock | None = None,
 ) -> _C.BucketSync:
@@ -77,7 +106,7 @@ def connect_shards(
     timeout: float,
     *,
     over_tcp: bool,
-    hosts: Hosts | None = None,
+    hosts: PeerHosts | None = None,
 ) -> _C.TensorSync:
     """Returns this rank's part in the TP.sync of its stage; all ranks of its tensor-parallel group call, two at least.
 
@@ -111,7 +140,7 @@ def connect_shards(
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class PeerHosts:
     """Where those are with whom this rank exchanges messages and gradients; numbers that only tell hosts apart."""
 
     stages: tuple[int, ...]
@@ -124,7 +153,7 @@ class Hosts:
     """Whether any replica of the job has stages on several hosts, whose messages take the cards."""
 
 
-def find_hosts(groups: Groups) -> Hosts:
+def find_hosts(groups: Groups) -> PeerHosts:
     """Returns who shares a host, and so a network card, with whom; all ranks of the job call."""
     host = host_identity()
 
@@ -135,7 +164,7 @@ def find_hosts(groups: Groups) -> Hosts:
     world = groups.world
     stages = numbers(world.pipeline)
     messages = world.topology.pp > 1 and world.decide(len(set(stages)) > 1, any)
-    return Hosts(stages=stages, replicas=numbers(world.data), shards=numbers(world.tensor), messages=messages)
+    return PeerHosts(stages=stages, replicas=numbers(world.data), shards=numbers(world.tensor), messages=messages)
 
 
 def spread_of_shards(world: WorldGroup) -> int:

@@ -10,10 +10,9 @@ from fold3d import _C
 from fold3d.config import text_of_bytes
 from fold3d.errors import ConfigError
 from fold3d.offload import Offload
-from fold3d.plan.job import Job
+from fold3d.plan.job import TrainingJob
 from fold3d.plan.layout import Plan, cut, simulate
-from fold3d.plan.memory.model import peaks_of
-from fold3d.plan.memory.spared import Spared
+from fold3d.plan.memory import Spared, peaks_of
 from fold3d.plan.micro_batch_size import in_parts, sizes_of
 from fold3d.plan.space import offload, registry
 from fold3d.plan.strategy import Strategy
@@ -41,7 +40,7 @@ class Change:
         return f"{self.setting}: {text_of_bytes(self.bytes)}, a step takes {100 * self.slower:+.0f} %"
 
 
-def cheapest_changes(job: Job, strategy: Strategy, count: int = _NAMED) -> list[Change]:
+def cheapest_changes(job: TrainingJob, strategy: Strategy, count: int = _NAMED) -> list[Change]:
     """Returns the changes of one setting with which the fullest rank needs less, the fastest first.
 
     Args:
@@ -83,7 +82,7 @@ def usual_changes(strategy: Strategy, dp: int, *, pool_is_elsewhere: bool, divid
     return [*found[:_NAMED], 'memory_limit (such as "8GB"): has all of this planned, and says what it costs']
 
 
-def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:
+def predicted_curves(job: TrainingJob, strategy: Strategy) -> list[_C.StageMemory]:
     """Returns the bytes of each stage over a step of `strategy`.
 
     Args:
@@ -92,10 +91,10 @@ def predicted_curves(job: Job, strategy: Strategy) -> list[_C.StageMemory]:
     return simulate(registry.with_costs(job, strategy.settings), Plan.of(strategy))[1]
 
 
-_Other = tuple[str, Job, Plan]
+_Other = tuple[str, TrainingJob, Plan]
 
 
-def _others(job: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
+def _others(job: TrainingJob, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
     spared = plan.spared
     for other in _spared(job, strategy, spared):
         yield str(other), job, replace(plan, spared=other)
@@ -111,7 +110,7 @@ def _others(job: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
         yield 'schedule="interleaved"', job, replace(plan, schedule="interleaved", group_size=None)
 
 
-def _smaller(asked: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
+def _smaller(asked: TrainingJob, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
     """Yields smaller micro-batches.
 
     Args:
@@ -128,7 +127,7 @@ def _smaller(asked: Job, strategy: Strategy, plan: Plan) -> Iterator[_Other]:
     yield setting, registry.with_costs(half, strategy.settings), plan
 
 
-def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
+def _spared(job: TrainingJob, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
     """Yields what recomputes or offloads more."""
     chunks = strategy.num_chunks
     full = Recompute.read("full")
@@ -141,7 +140,7 @@ def _spared(job: Job, strategy: Strategy, spared: Spared) -> Iterator[Spared]:
         yield replace(spared, offload=Offload("activations"))
 
 
-def _cost(job: Job, plan: Plan) -> tuple[int, int]:
+def _cost(job: TrainingJob, plan: Plan) -> tuple[int, int]:
     """Returns the bytes of the fullest rank and the nanoseconds of a step."""
     step, curves = simulate(job, plan)
     return max(peak.bytes for peak in peaks_of(curves)), step.step_ns

@@ -1,4 +1,4 @@
-"""LayerBytes: what a layer's forward and backward need in memory; how layers add up (csrc/core/plan/layout.h)."""
+"""How layers add up in memory, as csrc/core/plan/layout.h has it, with names for the numbers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fold3d import _C
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBytes:
-    """What a layer needs for one micro-batch, parameters and their gradients aside."""
-
-    saved: int
-    """Kept from its forward to its backward."""
-    outputs: int = 0
-    """Those of `saved` that it hands on to the next layer."""
-    forward: int
-    """Most at any moment of its forward, beside what was there when it began; what it keeps included."""
-    backward: int
-    """Most at any moment of its backward, beside what the layers before it keep."""
+from fold3d.plan.costs import LayerBytes, as_tuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +16,6 @@ class Activations:
     saved: int
     forward: int
     backward: int
-
-
-def as_tuple(layer: LayerBytes) -> tuple[int, int, int, int]:
-    """Returns the numbers as csrc/core/plan takes them."""
-    return layer.saved, layer.outputs, layer.forward, layer.backward
 
 
 def activations_of(layers: Sequence[LayerBytes], arriving: int) -> Activations:
@@ -67,10 +49,3 @@ def recomputed(layer: LayerBytes, handed_on: int, sums: int = 0) -> LayerBytes:
     """
     saved, outputs, forward, backward = _C.recomputed(as_tuple(layer), handed_on, sums)
     return LayerBytes(saved=saved, outputs=outputs, forward=forward, backward=backward)
-
-
-def estimated(saved: int, handed_on: int) -> LayerBytes:
-    """Returns what a layer needs of which only this is known: what its backward needs, and what it returns."""
-    return LayerBytes(
-        saved=saved, outputs=min(saved, handed_on), forward=saved + handed_on, backward=saved + 2 * handed_on
-    )

@@ -1,14 +1,69 @@
-"""What csrc/core/memory says of a step's memory: peaks; even_curves(), of made-up work."""
+"""What csrc/core/memory says of a step's memory: peaks; even_curves(), of made-up work. Spared: what a plan does for
+less of it, at the cost of time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fold3d import _C
 from fold3d.config import text_of_bytes
-from fold3d.plan.cluster_model import Cluster, Work, cluster_model
+from fold3d.offload import Offload
+from fold3d.plan.cluster_model import ClusterCosts, Work, cluster_model
+from fold3d.recompute import Choice, Recompute
 from fold3d.topology import of_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """What is computed again instead of kept, and what leaves the device between forward and backward: the values of
+    the knobs `recompute` and `offload`."""
+
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload = field(default_factory=Offload)
+
+    @staticmethod
+    def of(settings: tuple[tuple[str, str], ...]) -> Spared:
+        """Returns what the settings of a strategy say. Raises: ValueError for text that is no value."""
+        texts = dict(settings)
+        return Spared(Recompute.read(texts.get("recompute", "none")), Offload.read(texts.get("offload", "none")))
+
+    def into(self, settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Returns the settings with this in place of what they said."""
+        mine = {"recompute": str(self.recompute), "offload": str(self.offload)}
+        return tuple((name, mine.get(name, text)) for name, text in settings)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether all is kept on the device."""
+        return self.recompute.nothing and self.offload.nothing
+
+    def offloaded(self, chunks: int) -> list[bool]:
+        """Returns, of every chunk, whether its stashes leave the device, of the share of micro-batches that `offload`
+        names; empty where none does.
+
+        Raises: ConfigError as Recompute.of_chunks.
+        """
+        if self.offload.what == "activations":
+            return [True] * chunks
+        if self.offload.what != "boundaries":
+            return []
+        moves = [keeps_boundaries(choice) for choice in self.recompute.of_chunks(chunks)]
+        return moves if any(moves) else []
+
+    def __str__(self) -> str:
+        parts = {"recompute": str(self.recompute), "offload": str(self.offload)}
+        return ", ".join(f'{name}="{text}"' for name, text in parts.items() if text != "none")
+
+
+NOTHING = Spared()
+
+
+def keeps_boundaries(choice: Choice) -> bool:
+    """Returns whether a chunk keeps nothing but what it, or each of its blocks, was given."""
+    return choice.full or choice.every == 1
+
 
 StageMemory = _C.StageMemory
 USES: tuple[str, ...] = tuple(_C.memory_use_names())
@@ -34,7 +89,7 @@ class StagePeak:
 
 
 def even_curves(
-    schedule: _C.Schedule, work: Work, cluster: Cluster, saved: int, *, dp_sync: str, versions: int = 1
+    schedule: _C.Schedule, work: Work, cluster: ClusterCosts, saved: int, *, dp_sync: str, versions: int = 1
 ) -> list[_C.StageMemory]:
     """Returns the memory of a step of made-up work: weights, gradients and two moments are equally large.
 
