@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fold3d.errors import ConfigError
@@ -89,6 +90,16 @@ class PendingGradient(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingGradient({self.of_parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def check_dropped(optimizer: Optimizer) -> None:
+    """Raises ConfigError where a run would drop gradients: a parameter of the optimizer's has one that is not zero."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    if any(one is not None and (isinstance(one, PendingGradient) or bool(one.norm())) for one in gradients):
+        raise ConfigError(
+            "engine.run begins a step with gradients of zero, and nobody has taken those of the run before: call "
+            "optimizer.step(), or optimizer.zero_grad() to drop them. Micro-batches of one step all go into one run"
+        )
 
 
 _ALIGN = 64

@@ -36,7 +36,7 @@ from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
-from fold3d.data_parallel.gradient_sync import GradientSync, untaken
+from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.late.late_gradients import LateGradients
 from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
@@ -145,9 +145,8 @@ class DpSync(GradientSync):
 
     def check_taken(self) -> None:
         """Raises ConfigError where the step before has summed gradients that nobody has taken, or off `.grad`."""
-        is_here = self._optimizer is not None and self._states.state in (State.SUMMING, State.SHOWN)
-        if is_here and any(parameter.grad is not None for bucket in self.buckets for parameter in bucket.parameters):
-            raise untaken()
+        if self._optimizer is not None and self._states.state in (State.SUMMING, State.SHOWN):
+            self._optimizer.check_dropped()
 
     def before_chunk(self, chunk: int) -> None:
         """Waits for the parameters that any module of the chunk may read."""

@@ -9,16 +9,7 @@ from torch.optim import Optimizer
 
 from fold3d.data_parallel.gradients import Factor
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
-from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import RawRecord
-
-
-def untaken() -> ConfigError:
-    """Returns the error of a run that would drop gradients."""
-    return ConfigError(
-        "engine.run begins a step with gradients of zero, and nobody has taken those of the run before: call "
-        "optimizer.step(), or optimizer.zero_grad() to drop them. Micro-batches of one step all go into one run"
-    )
 
 
 class GradientSync:

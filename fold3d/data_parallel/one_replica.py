@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from fold3d.comms.groups import Groups
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.gradient_sync import GradientSync, untaken
+from fold3d.data_parallel.bucket import check_dropped
+from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.optimizer.host_copies import check_room
 from fold3d.data_parallel.optimizer.host_steps import HostSteps, held
 from fold3d.data_parallel.optimizer.separable import check_separable, check_steps, compare_settings
@@ -31,14 +32,14 @@ class OneReplica(GradientSync):
         self._whole = False  # somebody may have changed the gradients
         self._host: HostSteps | None = None
         self._taken: list[tuple[Parameter, Tensor]] = []  # what `.grad` held when the optimizer was stepped
-        self._is_attached, self._untaken = False, False  # gradients that an optimizer that was attached has not taken
+        self._optimizer: Optimizer | None = None
+        self._untaken = False  # gradients are here that it has not taken
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Raises ConfigError when there are several stages and it cannot be stepped stage by stage, or shards and it
         cannot be stepped part by part, or it shall be stepped on the host and cannot be there."""
         compare_settings(optimizer, self._groups.world)
-        self._is_attached = True
-        optimizer.register_step_post_hook(self._was_taken)
+        self._optimizer = optimizer
         if self.steps_by_itself:
             if self._kernels:
                 check_steps(optimizer)
@@ -48,7 +49,7 @@ class OneReplica(GradientSync):
             return
         if self._topology.pp * self._topology.tp > 1:  # each rank steps its own parameters
             check_separable(optimizer, parts=False, tp=self._topology.tp)
-        optimizer.register_step_pre_hook(self._share_tied)
+        optimizer.register_step_pre_hook(self._take)
 
     def begin(self, micro_batches: int, chunks: Sequence[int], *, whole: bool) -> None:
         """Takes the gradients of the step before off the parameters."""
@@ -57,13 +58,13 @@ class OneReplica(GradientSync):
 
     def check_taken(self) -> None:
         """Raises ConfigError where they are still in `.grad`."""
-        if self._untaken and any(parameter.grad is not None for parameter in self._cut.parameters.values()):
-            raise untaken()
+        if self._untaken and self._optimizer is not None:
+            check_dropped(self._optimizer)
 
     def end(self) -> None:
         """Sums the gradients of weights that several ranks hold, and have shares of."""
         gradients.sum_tied(self._tied)
-        self._untaken = self._is_attached
+        self._untaken = True
 
     def norm(self) -> Tensor:
         """Returns the global gradient norm, the same on every rank; all ranks call."""
@@ -77,7 +78,7 @@ class OneReplica(GradientSync):
     def update(self) -> None:
         """Steps the optimizer on the host; its own step then finds no gradients of these parameters."""
         if self._host is not None:
-            self._share_tied()
+            self._take()
             self._taken = self._host.step()
 
     def updated(self) -> None:
@@ -101,11 +102,10 @@ class OneReplica(GradientSync):
         """The optimizer may go on by itself."""
         self._whole = False
 
-    def _was_taken(self, *_: Any) -> None:
+    def _take(self, *_: Any) -> None:
+        """Before the optimizer's step: copies of tied weights get the first one's gradients, if others may have changed
+        them."""
         self._untaken = False
-
-    def _share_tied(self, *_: Any) -> None:
-        """Gives the copies of tied weights the first one's gradients, if others may have changed them."""
         if not self._whole:
             return
         for name, (parameter, group) in sorted(self._tied.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,10 +76,18 @@ def gather_optimizer(cut: RankModel, optimizer: Optimizer | None, world: WorldGr
 
 def own_buffers(cut: RankModel) -> Tensors:
     """Returns the persistent buffers this stage is responsible for: those of its layers, the rest on stage 0."""
+    return _buffers(cut, {cut.stage})
+
+
+def _buffers(cut: RankModel, stages: Collection[int]) -> Tensors:
+    """Returns the persistent buffers that are here, and for which these stages are responsible."""
     stage_of = cut.placement.stage_of_module
-    stage = cut.stage
     names = set(state_of(cut.model)) - {n for n, _ in cut.model.named_parameters(remove_duplicate=False)}
-    return {name: buffer for name, buffer in cut.model.named_buffers() if name in names and stage_of(name) == stage}
+    return {
+        name: buffer
+        for name, buffer in cut.model.named_buffers()
+        if name in names and stage_of(name) in stages and not buffer.is_meta
+    }
 
 
 def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any], *, on_host: bool = False) -> None:
@@ -92,7 +100,8 @@ def load(cut: RankModel, optimizer: Optimizer | None, full: Mapping[str, Any], *
     """
     weights: Mapping[str, torch.Tensor] = full["model"]
     parts = cut.parts
-    targets = {**{n: p.data for n, p in cut.parameters.items() if not is_compound(p)}, **own_buffers(cut)}
+    read = _buffers(cut, {0, cut.stage})  # code around the blocks may read those that stage 0 saves on any stage
+    targets = {**{n: p.data for n, p in cut.parameters.items() if not is_compound(p)}, **read}
     for name, target in targets.items():
         found, whole = weights.get(name), parts.whole_shape(name, target.shape)
         if found is None or tuple(found.shape) != whole:

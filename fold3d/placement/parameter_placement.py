@@ -27,7 +27,8 @@ class ParameterPlacement:
     readers: Mapping[str, tuple[int, ...]]
     """Canonical parameter name -> chunks that need it, ascending."""
     modules: Mapping[str, int]
-    """Name of a block, or of a module around the blocks -> stage that runs it, or would, if no forward has yet."""
+    """Name of a block, or of a module around the blocks -> stage that runs it, or would, if no forward has yet; of a
+    buffer that is changed behind the blocks -> the last stage."""
     sharding: ShardingPlan = field(default_factory=lambda: ShardingPlan(tp=1))
     """How parameters are spread over the ranks of a tensor-parallel group."""
     style: str = LOOP
@@ -61,6 +62,7 @@ class ParameterPlacement:
             modules.update(dict.fromkeys(trace.blocks[first:end], stage))
             for region in range(first, end + (end == len(trace.blocks))):
                 modules.update(dict.fromkeys(_unread_modules(names, trace, region), stage))
+        modules.update(dict.fromkeys(trace.behind, stage_of(len(ranges) - 1, pp, style)))
         needed = [set(chunk_parameters(names, trace, ranges, chunk)) for chunk in range(len(ranges))]
         for chunk in range(len(ranges)):  # what nobody has read may be read by any chunk of its stage
             for other in chunks_of(stage_of(chunk, pp, style), len(ranges), pp, style):

@@ -87,6 +87,22 @@ class ForeignTensors:
         return _Looking(keeper, "the model's forward")
 
     @contextlib.contextmanager
+    def carried(self, behind: Iterable[str], end: int) -> Iterator[None]:
+        """Around the model's forward as a chunk that ends before block `end`. Raises: SplitError, in it, when it reads
+        in front of the blocks what an earlier micro-batch's forward has left behind them: that may not have run.
+
+        Args:
+            behind: as `Trace.behind`.
+        """
+        with Coat() as coat:
+            for name in behind if end < len(self._trace.blocks) else ():
+                owner, _, attribute = name.rpartition(".")
+                module = self._model.get_submodule(owner)
+                if isinstance(getattr(module, attribute, None), Tensor | None):  # a list may be emptied there
+                    coat.put(Wrap.ELSEWHERE, module, {attribute: _Carried.named(name)})
+            yield
+
+    @contextlib.contextmanager
     def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
         """Around what the loss function does behind the model's call. Raises: SplitError, in it, when it reads what is
         not of `run`, the last chunk's.
@@ -175,6 +191,27 @@ class ForeignTensors:
             return True
         arrived = run.cargo.arrived.items()
         return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
+
+
+class _Carried(Tensor):
+    """Whoever reads it is told that it is of another micro-batch."""
+
+    where: str
+
+    @classmethod
+    def named(cls, where: str) -> _Carried:
+        """Returns one in the place of the attribute or buffer `where`."""
+        made: _Carried = Tensor().as_subclass(cls)
+        made.__dict__["where"] = where
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(leaf.__dict__["where"] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise SplitError(
+            f"the model's forward reads {name!r} in front of its blocks, and changes it behind them; in a model that "
+            "is cut the micro-batch before has not come so far: set pp=1 and segments=1, where nothing is cut"
+        )
 
 
 class _Note:

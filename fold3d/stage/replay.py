@@ -367,7 +367,8 @@ class OwnBuffers:
             for module in model.modules()
             if (module._buffers or self._always_compares) and not type(module).__module__.startswith("torch.")
         ]
-        self._written: set[StatePlace] = set()
+        self._written: set[tuple[int, StatePlace]] = set()
+        """By which chunk."""
         self._compared: set[tuple[int, tuple[bool, ...]]] = set()
 
     @contextlib.contextmanager
@@ -390,7 +391,7 @@ class OwnBuffers:
         others: list[tuple[StatePlace, Tensor, int]] = []
         held: list[tuple[StatePlace, Tensor, Tensor]] = []
         for place, tensor in list(self._tensors()):
-            if tensor.requires_grad or not (compares or place in self._written):
+            if tensor.requires_grad or not (compares or (chunk, place) in self._written):
                 others.append((place, tensor, tensor._version))
                 continue
             copied = copies.get(id(tensor))
@@ -406,8 +407,8 @@ class OwnBuffers:
                 if holder.get(place.name, ABSENT) is not copied:
                     changed.append(place)
                     continue  # another tensor: nobody writes to this one again
-                if place in self._written or copied._version or not _equal(copied, tensor):
-                    self._written.add(place)
+                if (chunk, place) in self._written or copied._version or not _equal(copied, tensor):
+                    self._written.add((chunk, place))
                     changed.append(place)
                     _write(tensor, copied)
                 holder[place.name] = tensor
@@ -416,7 +417,7 @@ class OwnBuffers:
                 if holder.get(place.name) is not tensor:
                     changed.append(place)
                 elif tensor._version != version:
-                    self._written.add(place)
+                    self._written.add((chunk, place))
                     changed.append(place)
                     holder[place.name] = _copy(tensor)  # this micro-batch's graph has the other one
         for place in changed if afterwards is not None else ():

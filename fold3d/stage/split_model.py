@@ -229,7 +229,8 @@ class SplitModel:
                     self._foreign.begin(run, is_users=loss.is_users)
                     self._run = run
                     self._slot.begin(run, run.earlier)
-                    with self._foreign.watched(run):
+                    behind = {*self._trace.behind, *found.behind}
+                    with self._foreign.watched(run), self._foreign.carried(behind, run.hi):
                         output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
                 except ChunkExit as leave:
                     if leave.owner is not self:

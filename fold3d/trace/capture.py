@@ -92,6 +92,9 @@ def trace_call(
         for copied, module in zip(shadow.model.modules(), model.modules() if as_it_is else (), strict=False):
             copied.training = module.training
         recorder, kept = _record(shadow, blocks, example)
+        inside = tuple(f"{block}." for block in blocks)
+        held = (*attributes(shadow.model), *shadow.model.named_buffers())
+        behind = [name for name, one in held if not name.startswith(inside) and recorder.is_behind(one)]
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
     if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
@@ -109,7 +112,7 @@ def trace_call(
             "layerdrop), or choose other blocks with the setting `blocks`."
         )
     found = _summarise(model, recorder, form_of(example), kept, tuple(missing))
-    return replace(found, decisions=decisions, converted=converted)
+    return replace(found, decisions=decisions, converted=converted, behind=tuple(behind))
 
 
 def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, dict[str, int]]:

@@ -100,6 +100,9 @@ class Trace:
     kept_of: tuple[int, ...] = ()
     """Of each of them the first block whose results it has, itself or computed from; the number of blocks where it has
     none."""
+    behind: tuple[str, ...] = ()
+    """Attributes and buffers of modules around the blocks whose tensors the last block, or code behind it, makes or
+    writes."""
     skipped: tuple[str, ...] = ()
     """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()

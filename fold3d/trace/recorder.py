@@ -193,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, list[str]] = {}
         self._tokens: dict[int, frozenset[Token]] = {}
         self._computed: dict[int, int] = {}  # in which regions the model's own code has made memory
+        self._last: dict[int, int] = {}  # in which regions memory was made or written last
         self._storages: list[object] = []  # kept, because the address of a freed one is used again
         self._block: str | None = None
         self._outer: list[str] = []
@@ -390,6 +391,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by = None if self._made is None else self._made.value
         for key in written:
             self._writes.written(key, self._region(), by)
+        self._last.update(dict.fromkeys((*map(self._key, made), *written), self._region()))
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
                 self._want(self._made)  # it may write into a buffer, or into what others read
@@ -538,6 +540,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self._key(tensor)
         regions = [token.region for token in self._tokens.get(key, _NO_TOKENS)]
         return self._computed.get(key, min(regions)) if regions else len(self.order)
+
+    def is_behind(self, tensor: Tensor) -> bool:
+        """Whether the last block has made the tensor, or code behind it has made or written it."""
+        return self._last.get(self._key(tensor), -1) >= len(self.order) - 1
 
     def note_left(self, where: str, tensor: Tensor) -> None:
         """The tensor outlives the forward: who computed it read what it is computed from."""

@@ -106,6 +106,25 @@ def run_again(**settings: Any) -> tuple[str, dict[str, Tensor], dict[str, Tensor
     return text, dropped, weights(drops=False)
 
 
+def drop(way: str, **settings: Any) -> str:
+    """Returns what becomes of a second run after a first one's gradients were dropped, which the optimizer's are."""
+    config = fold3d.ParallelConfig(segments=1, micro_batches=waits.MICRO_BATCHES, blocks="layers", **settings)
+    engine = fold3d.Engine(waits.Net().double(), config, example=waits.batch_of(0, 0))
+    optimizer = sgd([parameter for name, parameter in engine.owned.items() if name.endswith("weight")])
+    others = sgd([parameter for name, parameter in engine.owned.items() if not name.endswith("weight")])
+    engine.attach(optimizer)
+    waits.run_of(engine, 0)
+    if way == "zeroed":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        if way == "another steps":  # as generator and discriminator in turns
+            others.step()
+        optimizer.zero_grad()
+    text = waits.error_of(lambda: waits.run_of(engine, 1))
+    engine.close()
+    return text
+
+
 def other_memory() -> str:
     """Returns what becomes of a step after a parameter was given other memory."""
     engine = waits.engine_of(dp=2, dp_sync="zero1")

@@ -50,6 +50,20 @@ def test_a_run_before_the_optimizer_took_the_gradients_of_the_last(ranks: RankPo
         assert all(torch.equal(dropped[name], tensor) for name, tensor in alone.items())
 
 
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        ("some parameters", {"dp": 2}),
+        ("some parameters", {"pp": 2}),
+        ("another steps", {"pp": 2}),
+        ("zeroed", {"pp": 2}),
+    ],
+    ids=str,
+)
+def test_a_run_after_the_optimizers_gradients_were_dropped(ranks: RankPool, way: str, settings: dict[str, Any]) -> None:
+    assert ranks.run(jobs.drop, 2, way, **settings) == ["", ""]
+
+
 @pytest.mark.gate
 def test_a_parameter_that_got_other_memory(ranks: RankPool) -> None:
     for text in ranks.run(jobs.other_memory, 2):

@@ -464,3 +464,69 @@ def test_what_forwards_count_elsewhere(where: str, what: str) -> None:
             engine.step(batch)
     finally:
         engine.close()
+
+
+class Behind(nn.Module):
+    """Counts behind its layers, where it reads the count, too; `way`: or in front of them."""
+
+    count: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.register_buffer("count", torch.ones((), dtype=torch.float64))
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "reads a buffer in front":
+            x = x / self.count
+        elif self.way == "reads an attribute in front" and self.state is not None:
+            x = x + self.state
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.state = x.detach().mean(0)
+        self.count = self.count + 1 if self.way == "another" else self.count.add_(1)
+        return x.square().mean() * self.count.log()
+
+
+def trained_behind(layout: dict[str, int], way: str) -> tuple[list[float], Tensor]:
+    """Returns the losses of steps of three micro-batches, before and after a state is loaded, and the count then."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(12, 4, dtype=torch.float64)}
+    engine = Engine(Behind(way), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = [engine.step(batch).loss.item() for _ in range(3)]
+    state = engine.state_dict()
+    state["model"]["count"] += 10
+    engine.load_state_dict(state)
+    losses += [engine.step(batch).loss.item() for _ in range(2)]
+    count = engine.state_dict()["model"]["count"].clone()
+    engine.close()
+    return losses, count
+
+
+@pytest.mark.parametrize("way", ["in place", "another"])
+def test_buffers_that_are_changed_behind_the_blocks(ranks: RankPool, way: str) -> None:
+    """They were changed once per step in one process, and stage 0 saved its own, which never changed."""
+    want, count = trained_behind({"segments": 1}, way)
+    assert count.item() == 26
+    for layout in ({"segments": 2}, {"pp": 2}, {"pp": 2, "segments": 2}):
+        for losses, found in ranks.run(trained_behind, layout.get("pp", 1), layout, way):
+            torch.testing.assert_close(losses, want, rtol=1e-12, atol=0.0)
+            assert found == count
+
+
+def refused_behind(layout: dict[str, int], way: str) -> str:
+    """Returns with which error a training ends."""
+    with pytest.raises(fold3d.Fold3dError) as error:
+        trained_behind(layout, way)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [("reads a buffer in front", "count"), ("reads an attribute in front", "state")]
+)
+def test_what_one_micro_batch_leaves_to_the_next_behind_the_blocks(ranks: RankPool, way: str, name: str) -> None:
+    for layout in ({"segments": 2}, {"pp": 2}):
+        for text in ranks.run(refused_behind, layout.get("pp", 1), layout, way):
+            assert f"the model's forward reads '{name}' in front of its blocks" in text and "step 1" in text, text

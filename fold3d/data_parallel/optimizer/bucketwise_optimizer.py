@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fold3d.comms.tree_group import TreeGroup
-from fold3d.data_parallel.bucket import Bucket, Piece, laid_out
+from fold3d.data_parallel.bucket import Bucket, Piece, check_dropped, laid_out
 from fold3d.data_parallel.gradients import Factor
 from fold3d.data_parallel.optimizer import state
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer, Settings
@@ -81,6 +81,10 @@ class BucketwiseOptimizer:
         for piece, tensor in tensors:
             part = piece.of(bucket.weights)
             tensor.data = part if self._is_sharded[bucket.number] else laid_out(part, piece.parameter)
+
+    def check_dropped(self) -> None:
+        """Raises ConfigError where `.grad` shows gradients that it has not taken."""
+        check_dropped(self._optimizer)
 
     def settings(self, coefficient: Factor) -> Settings:
         """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
