@@ -45,7 +45,7 @@ def gather_model(cut: RankModel, world: WorldGroup) -> Tensors:
     if buffers:
         mine.update(world.data.share(buffers))
     merged = _merge(mine, spread, cut, world)
-    order = [name for name in state_of(cut.model) if name in merged]
+    order = dict.fromkeys((*(name for name in state_of(cut.model) if name in merged), *merged))  # one may be None here
     return {name: merged[name].clone() for name in order}
 
 

@@ -98,7 +98,7 @@ class ForeignTensors:
             for name in behind if end < len(self._trace.blocks) else ():
                 owner, _, attribute = name.rpartition(".")
                 module = self._model.get_submodule(owner)
-                if isinstance(getattr(module, attribute, None), Tensor | None):  # a list may be emptied there
+                if isinstance(getattr(module, attribute, None), _HIDDEN):  # a list may be emptied there
                     coat.put(Wrap.ELSEWHERE, module, {attribute: _Carried.named(name)})
             yield
 
@@ -191,6 +191,9 @@ class ForeignTensors:
             return True
         arrived = run.cargo.arrived.items()
         return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
+
+
+_HIDDEN = (Tensor, bool, int, float, str, type(None))
 
 
 class _Carried(Tensor):

@@ -95,6 +95,7 @@ def trace_call(
         inside = tuple(f"{block}." for block in blocks)
         held = (*attributes(shadow.model), *shadow.model.named_buffers())
         behind = [name for name, one in held if not name.startswith(inside) and recorder.is_behind(one)]
+        behind += recorder.plain_behind()
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
     if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):

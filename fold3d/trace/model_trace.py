@@ -102,7 +102,7 @@ class Trace:
     none."""
     behind: tuple[str, ...] = ()
     """Attributes and buffers of modules around the blocks whose tensors the last block, or code behind it, makes or
-    writes."""
+    writes; attributes that are numbers, text or None which code behind it sets."""
     skipped: tuple[str, ...] = ()
     """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()

@@ -180,6 +180,9 @@ class RegionRecord:
             self.other_flops += flops
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode and module hooks around one forward of `model` (a copy whose tensors are fake)."""
 
@@ -209,6 +212,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing: set[str] = set()
         self._code = Code(model)
         names = list(blocks)
+        inside = tuple(f"{name}." for name in names)
+        self._around = [
+            (name, vars(one))
+            for name, one in model.named_modules()
+            if not f"{name}.".startswith(inside) and not type(one).__module__.startswith("torch.")
+        ]
+        self._plain = [self._plain_values()]  # in front of the forward, and behind the last block so far
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
             for module in list(model.get_submodule(block).modules())[1:]:
@@ -320,6 +330,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = self._return(output)
         self.outputs.append(output)
         self._block = self._made = None
+        self._plain[1:] = [self._plain_values()]
         self.regions.append(RegionRecord())
         return output
 
@@ -544,6 +555,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_behind(self, tensor: Tensor) -> bool:
         """Whether the last block has made the tensor, or code behind it has made or written it."""
         return self._last.get(self._key(tensor), -1) >= len(self.order) - 1
+
+    def plain_behind(self) -> list[str]:
+        """Returns the attributes of modules around the blocks that are numbers, text or None, and that code behind the
+        last block has set to a value that they had not."""
+        now = self._plain_values()
+        return [name for name, value in now.items() if all(value != then.get(name, then) for then in self._plain)]
+
+    def _plain_values(self) -> dict[str, Any]:
+        return {
+            f"{name}.{attribute}".lstrip("."): value
+            for name, held in self._around
+            for attribute, value in held.items()
+            if type(value) in _PLAIN
+        }
 
     def note_left(self, where: str, tensor: Tensor) -> None:
         """The tensor outlives the forward: who computed it read what it is computed from."""

@@ -477,15 +477,19 @@ class Behind(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
         self.register_buffer("count", torch.ones((), dtype=torch.float64))
         self.state: Tensor | None = None
+        self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "reads a buffer in front":
             x = x / self.count
         elif self.way == "reads an attribute in front" and self.state is not None:
             x = x + self.state
+        elif self.way == "reads a number in front":
+            x = x / (1 + self.runs)
         for layer in self.layers:
             x = layer(x).tanh()
         self.state = x.detach().mean(0)
+        self.runs += 1
         self.count = self.count + 1 if self.way == "another" else self.count.add_(1)
         return x.square().mean() * self.count.log()
 
@@ -524,7 +528,12 @@ def refused_behind(layout: dict[str, int], way: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [("reads a buffer in front", "count"), ("reads an attribute in front", "state")]
+    ("way", "name"),
+    [
+        ("reads a buffer in front", "count"),
+        ("reads an attribute in front", "state"),
+        ("reads a number in front", "runs"),
+    ],
 )
 def test_what_one_micro_batch_leaves_to_the_next_behind_the_blocks(ranks: RankPool, way: str, name: str) -> None:
     for layout in ({"segments": 2}, {"pp": 2}):
