@@ -199,18 +199,18 @@ _HIDDEN = (Tensor, bool, int, float, str, type(None))
 class _Carried(Tensor):
     """Whoever reads it is told that it is of another micro-batch."""
 
-    where: str
+    carried: str
 
     @classmethod
-    def named(cls, where: str) -> _Carried:
-        """Returns one in the place of the attribute or buffer `where`."""
+    def named(cls, carried: str) -> _Carried:
+        """Returns one in the place of the attribute or buffer `carried`."""
         made: _Carried = Tensor().as_subclass(cls)
-        made.__dict__["where"] = where
+        made.__dict__["carried"] = carried
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = next(leaf.__dict__["where"] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        name = next(leaf.__dict__["carried"] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise SplitError(
             f"the model's forward reads {name!r} in front of its blocks, and changes it behind them; in a model that "
             "is cut the micro-batch before has not come so far: set pp=1 and segments=1, where nothing is cut"
