@@ -262,10 +262,11 @@ def _split(
     reasons = {**split.reasons, **failed}
     for path in _holders(name, call.block, tied) & reasons.keys():
         reasons[path] = "whole: another module holds its weight, too"
-    named = {path for path, _ in call.block.named_modules()}
-    named |= {path for path, _ in call.block.named_parameters(recurse=False)}  # which have no module to be named by
-    for path in overrides.replicated(name, call.block):
-        if path in named or path in reasons:
+    named = [path for path, _ in call.block.named_modules()]
+    named += [path for path, _ in call.block.named_parameters(recurse=False)]  # which have no module to be named by
+    replicated = overrides.replicated(name, call.block)
+    for path in (*named, *reasons):  # in one order in all processes
+        if path in replicated:
             reasons[path] = 'whole: tp_plan says "replicate"'
     made = used.put_into(replace(split, reasons=reasons), call.block)
     overrides.check_split(name, call.block, made)
