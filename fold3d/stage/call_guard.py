@@ -19,12 +19,13 @@ from fold3d.errors import WAYS_OUT, SplitError, TraceError
 from fold3d.placement.layers import chunk_parameters
 from fold3d.stage.loss_run import ModelCall
 from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
+from fold3d.trace.blocks import modules_around
 from fold3d.trace.capture import trace_call
 from fold3d.trace.known_values import Sizes, sizes_of, tensors_of
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.recorder import PLAIN
 from fold3d.trace.shadow import UncopiableError
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_SETTINGS = (Tensor, nn.Module, FunctionType, ModuleType, type)
 _GONE = object()
@@ -54,8 +55,8 @@ class _Look:
             if name not in _OF_EVERY_MODULE and (number, name) not in ignored
         ]
         # Tensors that objects keep are not kept alive here, so of what is no plain value only the kind is compared.
-        plain = [one for one in found if type(one[2][one[1]]) in _PLAIN]
-        other = [one for one in found if type(one[2][one[1]]) not in _PLAIN]
+        plain = [one for one in found if type(one[2][one[1]]) in PLAIN]
+        other = [one for one in found if type(one[2][one[1]]) not in PLAIN]
         self._names, self._of = [name for _, name, _ in plain], [of for *_, of in plain]
         self._other_names, self._other_of = [name for _, name, _ in other], [of for *_, of in other]
         self._before = list(map(dict.get, self._of, self._names))
@@ -68,7 +69,7 @@ class _Look:
         return (
             list(map(len, self._held)) == self._counts
             and all(map(operator.is_, now, self._before))
-            and _PLAIN.isdisjoint(map(type, map(dict.get, self._other_of, self._other_names)))
+            and PLAIN.isdisjoint(map(type, map(dict.get, self._other_of, self._other_names)))
         )
 
 
@@ -80,12 +81,9 @@ class Settings:
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
-        names = set(blocks)
-        inside = tuple(f"{name}." for name in names)
-        around = [one for name, one in model.named_modules() if name not in names and not name.startswith(inside)]
-        self._modules = around
+        self._modules = [module for _, module in modules_around(model, blocks)]
         held: dict[int, dict[str, Any]] = {}
-        for module in around:
+        for module in self._modules:
             if type(module).__module__.startswith("torch."):
                 continue
             objects = (one for one in vars(module).values() if not isinstance(one, _NO_SETTINGS))

@@ -23,6 +23,7 @@ from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.torch_private import StorageLabels, modules_around
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
+from fold3d.trace.recorder import PLAIN
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.release import missing
 
@@ -94,8 +95,12 @@ class ForeignTensors:
         Args:
             behind: as `Trace.behind`.
         """
+        names = list(behind) if end < len(self._trace.blocks) else []
+        if not names:  # as in nearly all models: nothing is put on
+            yield
+            return
         with Coat() as coat:
-            for name in behind if end < len(self._trace.blocks) else ():
+            for name in names:
                 owner, _, attribute = name.rpartition(".")
                 module = self._model.get_submodule(owner)
                 if isinstance(getattr(module, attribute, None), _HIDDEN):  # a list may be emptied there
@@ -193,7 +198,7 @@ class ForeignTensors:
         return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
 
 
-_HIDDEN = (Tensor, bool, int, float, str, type(None))
+_HIDDEN = (Tensor, *PLAIN)
 
 
 class _Carried(Tensor):

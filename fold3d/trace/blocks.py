@@ -213,16 +213,14 @@ def _listing(containers: list[Container]) -> str:
     return ", ".join(str(c) for c in containers[:8]) + (", ..." if len(containers) > 8 else "") or "none"
 
 
+def modules_around(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of every module that is neither a block nor in one."""
+    inside = tuple(f"{name}." for name in blocks)
+    return [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(inside)]
+
+
 def outer_modules(model: nn.Module, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of every module that is neither a block, nor in one, nor an ancestor of one."""
     names = list(blocks)
-    inside = set(names)
     ancestors = {""} | {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if name in ancestors or name in inside:
-            continue
-        if any(name[:i] in inside for i, letter in enumerate(name) if letter == "."):
-            continue
-        found.append((name, module))
-    return found
+    return [(name, module) for name, module in modules_around(model, names) if name not in ancestors]

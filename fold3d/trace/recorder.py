@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
 from fold3d.torch_private import storage_key
-from fold3d.trace.blocks import outer_modules
+from fold3d.trace.blocks import modules_around, outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
 from fold3d.trace.made_up import run_with_values
@@ -180,7 +180,8 @@ class RegionRecord:
             self.other_flops += flops
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+PLAIN: frozenset[type] = frozenset((bool, int, float, str, type(None)))
+"""Of attributes by which the code around blocks may decide."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -212,12 +213,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing: set[str] = set()
         self._code = Code(model)
         names = list(blocks)
-        inside = tuple(f"{name}." for name in names)
-        self._around = [
-            (name, vars(one))
-            for name, one in model.named_modules()
-            if not f"{name}.".startswith(inside) and not type(one).__module__.startswith("torch.")
-        ]
+        around = modules_around(model, names)
+        self._around = [(name, vars(one)) for name, one in around if not type(one).__module__.startswith("torch.")]
         self._plain = [self._plain_values()]  # in front of the forward, and behind the last block so far
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
@@ -567,7 +564,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{name}.{attribute}".lstrip("."): value
             for name, held in self._around
             for attribute, value in held.items()
-            if type(value) in _PLAIN
+            if type(value) in PLAIN
         }
 
     def note_left(self, where: str, tensor: Tensor) -> None:
