@@ -145,8 +145,13 @@ class CallGuard:
     out: that is NaN (`explain`).
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]]) -> None:
-        self._model = weakref.ref(model)
+    def __init__(
+        self, model: nn.Module, trace: Trace, ranges: Sequence[tuple[int, int]], not_of_end: Iterable[str] = ()
+    ) -> None:
+        """Args:
+        not_of_end: see `SplitModel`.
+        """
+        self._model, self._not_of_end = weakref.ref(model), frozenset(not_of_end)
         self._trace, self._ranges = trace, list(ranges)
         self._settings = Settings(model, trace.blocks)
         self._now = self._settings.now(trains=True)
@@ -272,6 +277,11 @@ class CallGuard:
             lost = needed.difference(chunk_parameters(names, trace, self._ranges, chunk)).intersection(absent)
             if lost:
                 return f"chunk {chunk} would need {sorted(lost)[0]}, which lies on another rank"
+        if changed := self._not_of_end.intersection(found.behind):
+            return (
+                f"it changes the buffer '{min(changed)}' behind the blocks, and another stage than the last one saves "
+                "it; pass an `example` that does so, too"
+            )
         return ""
 
 

@@ -5,12 +5,14 @@ rank has a part (ShardReads).
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +25,7 @@ from fold3d.tensor_parallel.weight_reads import RefusedReads
 from fold3d.torch_private import StorageLabels, modules_around
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.recorder import PLAIN
+from fold3d.trace.recorder import CONTAINERS, PLAIN
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.release import missing
 
@@ -88,14 +90,14 @@ class ForeignTensors:
         return _Looking(keeper, "the model's forward")
 
     @contextlib.contextmanager
-    def carried(self, behind: Iterable[str], end: int) -> Iterator[None]:
+    def carried(self, found: Trace, end: int) -> Iterator[None]:
         """Around the model's forward as a chunk that ends before block `end`. Raises: SplitError, in it, when it reads
         in front of the blocks what an earlier micro-batch's forward has left behind them: that may not have run.
 
         Args:
-            behind: as `Trace.behind`.
+            found: the recording of such a call.
         """
-        names = list(behind) if end < len(self._trace.blocks) else []
+        names = {*self._trace.behind, *found.behind} if end < len(self._trace.blocks) else ()
         if not names:  # as in nearly all models: nothing is put on
             yield
             return
@@ -103,9 +105,18 @@ class ForeignTensors:
             for name in names:
                 owner, _, attribute = name.rpartition(".")
                 module = self._model.get_submodule(owner)
-                if isinstance(getattr(module, attribute, None), _HIDDEN):  # a list may be emptied there
+                value = getattr(module, attribute, None)
+                if isinstance(value, (Tensor, *PLAIN)):
                     coat.put(Wrap.ELSEWHERE, module, {attribute: _Carried.named(name)})
+                elif type(value) in CONTAINERS:
+                    kept = {k for k in value if self._is_kept(name, k, found)} if isinstance(value, dict) else set()
+                    coat.put(Wrap.ELSEWHERE, module, {attribute: carried_container(name, value, kept)})
             yield
+
+    def _is_kept(self, name: str, key: Any, found: Trace) -> bool:
+        """Whether an entry of a dictionary is changed in front of the blocks only, or not at all."""
+        traces = [trace for trace in (self._trace, found) if name in trace.behind]
+        return all(f"{name}[{key!r}]" in trace.not_behind for trace in traces)
 
     @contextlib.contextmanager
     def guarded(self, run: ChunkRun | None, given: Iterable[Any], *, is_users: bool) -> Iterator[None]:
@@ -198,7 +209,11 @@ class ForeignTensors:
         return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
 
 
-_HIDDEN = (Tensor, *PLAIN)
+def _refuse(name: str) -> NoReturn:
+    raise SplitError(
+        f"the model's forward reads {name!r} in front of its blocks, and changes it behind them; in a model that is "
+        "cut the micro-batch before has not come so far: set pp=1 and segments=1, where nothing is cut"
+    )
 
 
 class _Carried(Tensor):
@@ -215,11 +230,66 @@ class _Carried(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = next(leaf.__dict__["carried"] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        raise SplitError(
-            f"the model's forward reads {name!r} in front of its blocks, and changes it behind them; in a model that "
-            "is cut the micro-batch before has not come so far: set pp=1 and segments=1, where nothing is cut"
-        )
+        known = (getattr(leaf, "__dict__", {}) for leaf in tree_leaves((args, kwargs)))  # containers of ours are leaves
+        _refuse(next(held["carried"] for held in known if "carried" in held))
+
+
+_READS_NOTHING = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"} | {
+    "append", "appendleft", "extend", "extendleft", "add", "update", "__iadd__", "__ior__", "__class_getitem__",
+    "__missing__",
+}  # fmt: skip
+_ALL = slice(None)
+
+
+@functools.cache
+def _carried_kind(kind: Any) -> Any:
+    """Returns a class of containers that are not to be read before they have been emptied; what was put in meanwhile,
+    or is found in a dictionary, may be."""
+    emptied: type = type(kind.__name__, (kind,), {})
+
+    def refused(method: str) -> Callable[..., Any]:
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_lookup = method in ("__getitem__", "__contains__", "get") and issubclass(kind, dict)
+            if is_lookup and kind.__contains__(self, args[0]):
+                return getattr(kind, method)(self, *args, **kwargs)
+            _refuse(vars(self)["carried"])
+
+        return read
+
+    def empty(self: Any) -> None:
+        kind.clear(self)
+        self.__class__ = emptied
+
+    def set_item(self: Any, key: Any, value: Any) -> None:
+        if key == _ALL and issubclass(kind, list):
+            empty(self)
+        elif not issubclass(kind, dict):
+            _refuse(vars(self)["carried"])
+        kind.__setitem__(self, key, value)
+
+    def delete_item(self: Any, key: Any) -> None:
+        empty(self) if key == _ALL and issubclass(kind, list) else _refuse(vars(self)["carried"])
+
+    writes = {"clear": empty, "__setitem__": set_item, "__delitem__": delete_item}
+    reads = [name for name in dir(kind) if name not in _READS_NOTHING and callable(getattr(kind, name))]
+    members: dict[str, Any] = {name: refused(name) for name in reads} | writes
+    return type(kind.__name__, (kind,), {name: one for name, one in members.items() if hasattr(kind, name)})
+
+
+def carried_container(name: str, value: Any, kept: Container[Any]) -> Any:
+    """Returns what stands in for the container `value` of the attribute `name` where it is not to be read.
+
+    Args:
+        kept: keys of a dictionary whose entries may be read.
+    """
+    kind: Any = type(value)
+    inside: Any = [_Carried.named(name)]  # code in C++ reads lists and tuples without asking them
+    if isinstance(value, dict):
+        inside = {key: one for key, one in value.items() if key in kept}
+    given = (value.default_factory, inside) if kind is defaultdict else (inside,)
+    made = _carried_kind(kind)(*given, **({"maxlen": value.maxlen} if kind is deque else {}))
+    made.carried = name
+    return made
 
 
 class _Note:

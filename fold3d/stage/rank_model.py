@@ -28,7 +28,7 @@ from fold3d.tensor_parallel.install import install
 from fold3d.tensor_parallel.operators import BlockOperators
 from fold3d.tensor_parallel.vocabulary.chunked_loss import install_chunked_loss
 from fold3d.tensor_parallel.vocabulary.install import install_vocabulary
-from fold3d.topology import Topology
+from fold3d.topology import Topology, stage_of
 from fold3d.torch_private import follows_operations, try_latest_code_first
 from fold3d.trace import Trace, find_blocks, tied_groups, trace
 from fold3d.trace.arguments import ancestors
@@ -37,7 +37,7 @@ from fold3d.trace.compound import holders, move
 from fold3d.trace.wrappers import whole_shape
 from fold3d.weights.empty import whole_on_each
 from fold3d.weights.materialize import materialize
-from fold3d.weights.part_marks import refuse_calls, refuse_states
+from fold3d.weights.part_marks import refuse_calls, refuse_states, state_of
 from fold3d.weights.parts import Parts, shard_parameters
 from fold3d.weights.release import is_released, release
 
@@ -258,11 +258,16 @@ class RankModel:
                 self.split = WholeModel(model, blocks, recompute=again, coat=on_top)
             else:
                 assert self.trace is not None, "what is cut was recorded"
-                is_end = topology.has_loss
                 self.split = SplitModel(
-                    model, self.trace, self.ranges, recompute=again, computes_loss=is_end, coat=on_top
-                )
+                    model, self.trace, self.ranges, recompute=again, computes_loss=topology.has_loss, coat=on_top,
+                    not_of_end=self._not_of_end(topology),
+                )  # fmt: skip
             self.coat = coat.pop_all()
+
+    def _not_of_end(self, topology: Topology) -> list[str]:
+        """Returns the parameters and persistent buffers that another stage saves than that of the last block."""
+        end = stage_of(len(self.ranges) - 1, topology.pp, topology.style)
+        return [name for name in state_of(self.model) if self.placement.stage_of_module(name) != end]
 
     def apart(self) -> SplitModel:
         """Returns what runs the blocks apart from what lies behind them."""

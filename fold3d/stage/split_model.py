@@ -63,6 +63,7 @@ class SplitModel:
         beneath: what else runs the model, whole.
         computes_loss: whether this process runs the last chunk.
         coat: what is put on the model goes with it.
+        not_of_end: of parameters and buffers those that another stage saves than the one that runs the last block.
     Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
     """
 
@@ -76,6 +77,7 @@ class SplitModel:
         beneath: WholeModel | None = None,
         computes_loss: bool = True,
         coat: Coat | None = None,
+        not_of_end: Collection[str] = (),
     ) -> None:
         trace.check_ranges(list(ranges))
         self._model, self._trace = model, trace
@@ -94,7 +96,7 @@ class SplitModel:
         self._borders: dict[int, tuple[Trace, Borders]] = {}
         self._device = device_of(model)
         self._ranges = tuple(ranges)
-        self._guard = CallGuard(model, trace, ranges)
+        self._guard = CallGuard(model, trace, ranges, not_of_end)
         self._callable = ancestors(trace.blocks)
         self._state = ModelState(model)
         self._foreign = ForeignTensors(self._coat, model, trace, computes_loss=computes_loss)
@@ -229,8 +231,7 @@ class SplitModel:
                     self._foreign.begin(run, is_users=loss.is_users)
                     self._run = run
                     self._slot.begin(run, run.earlier)
-                    behind = {*self._trace.behind, *found.behind}
-                    with self._foreign.watched(run), self._foreign.carried(behind, run.hi):
+                    with self._foreign.watched(run), self._foreign.carried(found, run.hi):
                         output = self._model.get_submodule(call.module).forward(*call.args, **call.kwargs)
                 except ChunkExit as leave:
                     if leave.owner is not self:

@@ -95,7 +95,7 @@ def trace_call(
         inside = tuple(f"{block}." for block in blocks)
         held = (*attributes(shadow.model), *shadow.model.named_buffers())
         behind = [name for name, one in held if not name.startswith(inside) and recorder.is_behind(one)]
-        behind += recorder.plain_behind()
+        changed, not_behind = recorder.state_behind()
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
     if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
@@ -113,7 +113,13 @@ def trace_call(
             "layerdrop), or choose other blocks with the setting `blocks`."
         )
     found = _summarise(model, recorder, form_of(example), kept, tuple(missing))
-    return replace(found, decisions=decisions, converted=converted, behind=tuple(behind))
+    return replace(
+        found,
+        decisions=decisions,
+        converted=converted,
+        behind=tuple(dict.fromkeys((*behind, *changed))),
+        not_behind=tuple(not_behind),
+    )
 
 
 def _record(shadow: Shadow, names: list[str], example: Mapping[str, Any]) -> tuple[Recorder, dict[str, int]]:

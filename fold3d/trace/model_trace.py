@@ -101,8 +101,11 @@ class Trace:
     """Of each of them the first block whose results it has, itself or computed from; the number of blocks where it has
     none."""
     behind: tuple[str, ...] = ()
-    """Attributes and buffers of modules around the blocks whose tensors the last block, or code behind it, makes or
-    writes; attributes that are numbers, text or None which code behind it sets."""
+    """Attributes and buffers of modules around the blocks whose tensors, also those in containers, the last block, or
+    code behind it, makes or writes; attributes that are numbers, text, None or containers which code behind it changes.
+    """
+    not_behind: tuple[str, ...] = field(default=(), repr=False)
+    """Entries of such dictionaries of which that is not so, as `cache['tables']`."""
     skipped: tuple[str, ...] = ()
     """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -478,17 +479,57 @@ class Behind(nn.Module):
         self.register_buffer("count", torch.ones((), dtype=torch.float64))
         self.state: Tensor | None = None
         self.runs = 0
+        self.mems = [torch.zeros(4, dtype=torch.float64)]
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.pair: tuple[Tensor, ...] = ()
+        self.sizes: list[int] = []
+        self.cache: dict[str, Any] = {"scale": 2.0}
+        self.by_run: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.in_front(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.at_the_end(x)
+
+    def in_front(self, x: Tensor) -> Tensor:
         if self.way == "reads a buffer in front":
             x = x / self.count
         elif self.way == "reads an attribute in front" and self.state is not None:
             x = x + self.state
         elif self.way == "reads a number in front":
             x = x / (1 + self.runs)
-        for layer in self.layers:
-            x = layer(x).tanh()
+        elif self.way == "reads a list in front":
+            x = x + sum(self.mems)
+        elif self.way == "stacks a list in front":
+            x = x + torch.stack(self.mems).sum(0)
+        elif self.way == "counts a list in front":
+            x = x / (1 + len(self.mems))
+        elif self.way == "reads a queue in front":
+            x = x + sum(self.recent)
+        elif self.way == "reads a tuple in front":
+            x = x + sum(self.pair)
+        elif self.way == "reads numbers in front":
+            x = x / (1 + sum(self.sizes))
+        elif self.way == "asks for an entry in front" and "last" in self.cache:
+            x = x + self.cache["last"]
+        elif self.way == "reads other entries in front":
+            x = x + self.by_run.get(self.runs, 0.0)
+        elif self.way == "empties in front":
+            self.mems.clear()
+            self.sizes[:] = [3]
+            self.cache["first"] = x.detach().mean(0) * self.cache["scale"]
+            x = x + self.cache["first"] / self.sizes[0] + len(self.mems)
+        return x
+
+    def at_the_end(self, x: Tensor) -> Tensor:
         self.state = x.detach().mean(0)
+        self.mems.append(self.state)
+        self.recent.append(self.state)
+        self.pair = (self.state, *self.pair[:1])
+        self.sizes.append(len(self.mems))
+        self.cache["last"] = self.state
+        self.by_run[self.runs + 1] = self.state
         self.runs += 1
         self.count = self.count + 1 if self.way == "another" else self.count.add_(1)
         return x.square().mean() * self.count.log()
@@ -509,15 +550,55 @@ def trained_behind(layout: dict[str, int], way: str) -> tuple[list[float], Tenso
     return losses, count
 
 
-@pytest.mark.parametrize("way", ["in place", "another"])
+@pytest.mark.parametrize("way", ["in place", "another", "empties in front"])
 def test_buffers_that_are_changed_behind_the_blocks(ranks: RankPool, way: str) -> None:
-    """They were changed once per step in one process, and stage 0 saved its own, which never changed."""
+    """They were changed once per step in one process, and stage 0 saved its own, which never changed. Containers
+    that the next micro-batch empties, and what it finds of its own in them, are as in a model that is not cut."""
     want, count = trained_behind({"segments": 1}, way)
     assert count.item() == 26
     for layout in ({"segments": 2}, {"pp": 2}, {"pp": 2, "segments": 2}):
         for losses, found in ranks.run(trained_behind, layout.get("pp", 1), layout, way):
             torch.testing.assert_close(losses, want, rtol=1e-12, atol=0.0)
             assert found == count
+
+
+class LaterBehind(Behind):
+    """Changes its buffer behind the layers where the batch has rows for that."""
+
+    def at_the_end(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        if more is not None:
+            self.count += 1
+        return x.square().mean()
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.at_the_end(x, more)
+
+
+def trained_behind_later(layout: dict[str, int]) -> float:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(12, 4, dtype=torch.float64)}
+    engine = Engine(LaterBehind(""), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    try:
+        engine.step(batch)
+        engine.step({**batch, "more": torch.ones(12)})
+        return float(engine.state_dict()["model"]["count"])
+    finally:
+        engine.close()
+
+
+def refused_later(layout: dict[str, int]) -> str:
+    with pytest.raises(fold3d.Fold3dError) as error:
+        trained_behind_later(layout)
+    return str(error.value)
+
+
+def test_buffers_that_only_a_later_form_changes_behind_the_blocks(ranks: RankPool) -> None:
+    """Stage 0 saved its own."""
+    assert trained_behind_later({"segments": 2}) == 4
+    for text in ranks.run(refused_later, 2, {"pp": 2}):
+        assert "it changes the buffer 'count' behind the blocks" in text, text
 
 
 def refused_behind(layout: dict[str, int], way: str) -> str:
@@ -533,6 +614,14 @@ def refused_behind(layout: dict[str, int], way: str) -> str:
         ("reads a buffer in front", "count"),
         ("reads an attribute in front", "state"),
         ("reads a number in front", "runs"),
+        ("reads a list in front", "mems"),
+        ("stacks a list in front", "mems"),
+        ("counts a list in front", "mems"),
+        ("reads a queue in front", "recent"),
+        ("reads a tuple in front", "pair"),
+        ("reads numbers in front", "sizes"),
+        ("asks for an entry in front", "cache"),
+        ("reads other entries in front", "by_run"),
     ],
 )
 def test_what_one_micro_batch_leaves_to_the_next_behind_the_blocks(ranks: RankPool, way: str, name: str) -> None:
