@@ -31,36 +31,42 @@ _LONG = 512
 
 
 def prove_again(
-    model: nn.Module, trace: Trace, plan: ShardingPlan, arguments: Arguments, name: str, wanted: Collection[int]
-) -> str:
-    """Proves the split of block `name` with what the model is called with now, and with its modules as they are now.
+    model: nn.Module, trace: Trace, plan: ShardingPlan, arguments: Arguments, wanted: Mapping[str, Collection[int]]
+) -> dict[str, str]:
+    """Proves the split of some blocks with what the model is called with now, and with its modules as they are now.
 
-    The block runs on two samples of a few tokens. Other samples, padding, or the length, may decide which way its code
+    A block runs on two samples of a few tokens. Other samples, padding, or the length, may decide which way its code
     takes: so others are tried, and then longer sequences, until it takes the way that is to be proved.
 
     Args:
         model: with the forwards of `plan` on it, perhaps cut; it is not touched.
         trace: a recording of the model, with the same blocks.
         arguments: of the model's forward.
-        wanted: what ranks then run of torch, as numbers (`Operators`).
-    Returns: an empty text, or why it is not proved. Raises: TraceError when the model cannot be run so.
+        wanted: by the name of each block what ranks then run of torch, as numbers (`Operators`).
+    Returns: of each block an empty text, or why it is not proved. Raises: TraceError when the model cannot be run so.
     """
     # A tensor of a class of its own may note who reads it: the loss function does so with num_items_in_batch.
     with torch._C.DisableTorchFunctionSubclass():
         given: Mapping[str, Any] = tree_map_only(Tensor, lambda one: one.detach().as_subclass(Tensor), dict(arguments))
     given = with_values(arguments, given)
+    reasons: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), apart_from_caches(model):
         recorded = trace_call(model, list(trace.modules), given).under(plan.tp)
-        used = Used()
+        used = {name: Used() for name in wanted}
         for part, length, pads in _parts(given, odd_length(plan.tp) if plan.sequence else LENGTH + 1):
-            call = capture(model, recorded, part, length, skeleton_of(model, recorded), pads=pads)[name]
-            wrong = _wrong(call, plan, name, used)
-            if wrong:
-                return f"divided, {wrong}"
-            if used.operators.keys() >= set(wanted) or any(map(_has_hooks, model.get_submodule(name).modules())):
-                return ""
-    changed = _changed(call)
-    return f"it changes {changed}, by which it decides" if changed else "copies of it do not take that way"
+            calls = capture(model, recorded, part, length, skeleton_of(model, recorded), pads=pads)
+            for name in [name for name in wanted if name not in reasons]:
+                wrong = _wrong(calls[name], plan, name, used[name])
+                took_it = used[name].operators.keys() >= set(wanted[name])
+                if wrong or took_it or any(map(_has_hooks, model.get_submodule(name).modules())):
+                    reasons[name] = f"divided, {wrong}" if wrong else ""
+            if reasons.keys() == wanted.keys():
+                return reasons
+    for name in wanted.keys() - reasons.keys():
+        changed = _changed(calls[name])
+        said = f"it changes {changed}, by which it decides" if changed else "copies of it do not take that way"
+        reasons[name] = said
+    return reasons
 
 
 def _parts(given: Mapping[str, Any], length: int) -> Iterator[tuple[Mapping[str, Any], int, bool]]:

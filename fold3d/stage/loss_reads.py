@@ -288,7 +288,7 @@ def carried_container(name: str, value: Any, kept: Container[Any]) -> Any:
         inside = {key: one for key, one in value.items() if key in kept}
     given = (value.default_factory, inside) if kind is defaultdict else (inside,)
     made = _carried_kind(kind)(*given, **({"maxlen": value.maxlen} if kind is deque else {}))
-    made.carried = name
+    vars(made)["carried"] = name
     return made
 
 

@@ -106,41 +106,53 @@ _MOST_NAMES = 5
 """Of operators in an error: what follows a change comes from other tensors, too."""
 
 
+ProveAgain = Callable[[Arguments, Mapping[str, Collection[int]]], Mapping[str, str]]
+"""Arguments of the model, by the name of each block numbers of what it must run (`Operators`) -> why its division does
+not hold; "" where it does."""
+
+
 class OperatorChecks:
     """Of all chunks of a rank: has blocks proved again that have run other operators than when they were divided, or in
     another order. All ranks of a group run alike, so each does that by itself."""
 
-    def __init__(
-        self, model: nn.Module, operators: BlockOperators, prove: Callable[[Arguments, str, Collection[int]], str]
-    ) -> None:
-        """Args:
-        prove: arguments of the model, name of a block, numbers of what it must run (`Operators`) -> why its division
-            does not hold; "" where it does.
-        """
+    def __init__(self, model: nn.Module, operators: BlockOperators, prove: ProveAgain) -> None:
         self._model, self._operators, self._prove = model, operators, prove
 
     def check(self, loss: LossRun, *, trains: bool) -> None:
         """Looks at what has run with the micro-batch of `loss`. Raises: ConfigError."""
-        for name, found, is_first in self._operators.take_new():
-            if loss.call is None:
-                reason = "the loss function calls it, or what holds it, by itself"
-            else:
-                arguments = by_name(self._model, *loss.call).reading(loss.only_loss)
-                try:
-                    # Before, devices and dtypes are what may differ; an evaluation may keep caches that no copy has.
-                    reason = self._prove(arguments, name, () if is_first or not trains else found.keys())
-                except Exception as error:  # whatever a model's code does in a copy
-                    reason = "" if is_first else f"it cannot be run by itself: {type(error).__name__}: {error}"
-            if reason:
+        new = list(self._operators.take_new())
+        if not new:
+            return
+        by_itself = "the loss function calls it, or what holds it, by itself"
+        reasons: Mapping[str, str] = dict.fromkeys((name for name, *_ in new), by_itself)
+        if loss.call is not None:
+            arguments = by_name(self._model, *loss.call).reading(loss.only_loss)
+            # Before, devices and dtypes are what may differ; an evaluation may keep caches that no copy has.
+            wanted = {name: () if is_first or not trains else found.keys() for name, found, is_first in new}
+            reasons = self._reasons(arguments, wanted, [name for name, _, is_first in new if is_first])
+        for name, found, _ in new:
+            if reasons[name]:
                 names = list(dict.fromkeys(found.values()))
                 last = ", ".join([*names[:_MOST_NAMES], *["..."] * (len(names) > _MOST_NAMES)])
                 raise ConfigError(
                     f"tp: {name} ({type(self._model.get_submodule(name)).__name__}) computes otherwise than with the "
                     "first micro-batch (or the Engine's `example`), by which it was divided over the tensor-parallel "
-                    f"group: it runs {last} where it did not. The division does not hold for that ({reason}). "
+                    f"group: it runs {last} where it did not. The division does not hold for that ({reasons[name]}). "
                     f"Have the first micro-batch do it, too, leave it whole with tp_plan={{'{name}*': 'replicate'}}, "
                     "or set tp=1"
                 )
+
+    def _reasons(
+        self, arguments: Arguments, wanted: Mapping[str, Collection[int]], first: Collection[str]
+    ) -> Mapping[str, str]:
+        """Returns of each block why its division does not hold; of those in `first` not that they cannot be run."""
+        try:
+            return self._prove(arguments, wanted)
+        except Exception as error:  # whatever a model's code does in a copy
+            if len(wanted) > 1:  # only some of them may do so
+                return {name: self._reasons(arguments, {name: wanted[name]}, first)[name] for name in wanted}
+            said = f"it cannot be run by itself: {type(error).__name__}: {error}"
+            return {name: "" if name in first else said for name in wanted}
 
 
 class ShardedChunk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -96,7 +97,32 @@ def _names(code: CodeType) -> set[str]:
 
 def _is_others(thing: Any) -> bool:
     home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return str(home).partition(".")[0] in _OTHERS
+    package = str(home).partition(".")[0]
+    return package in _OTHERS or not _may_keep_tensors(package, len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_keep_tensors(package: str, imported: int) -> bool:
+    """Whether a package is the user's own, or one of its modules names anything of torch's: sympy, say, which is large,
+    is neither.
+
+    Args:
+        imported: modules so far; more may.
+    """
+    if package in sys.stdlib_module_names:
+        return False
+    path = str(getattr(sys.modules.get(package), "__file__", None))
+    if "site-packages" not in path and "dist-packages" not in path:
+        return True
+    mine = [module for name, module in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+    return any(_is_of_torch(one) for module in mine for one in list(vars(module).values()))
+
+
+def _is_of_torch(thing: Any) -> bool:
+    """Whether it is one of torch's modules, functions or classes."""
+    if isinstance(thing, ModuleType):
+        return thing.__name__.partition(".")[0] == "torch"
+    return isinstance(thing, (FunctionType, type)) and str(thing.__module__).partition(".")[0] == "torch"
 
 
 def _is_empty(cell: CellType) -> bool:

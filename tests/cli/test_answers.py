@@ -49,10 +49,10 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_python_collects_as_before_after_a_command(kept, model, fails: bool) -> None:
-    before = gc.get_threshold()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     assert main(["trace", str(model), *(["-p", "9"] if fails else [])]) == int(fails)
     assert gc.get_threshold() == before
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen
 
 
 @pytest.mark.gate(cases=1)

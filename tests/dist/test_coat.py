@@ -49,7 +49,7 @@ def worn(family: str, layout: dict[str, Any]) -> tuple[set[str], list[str], floa
     return rows, said, differs
 
 
-@pytest.mark.gate
+@pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_of_parts(ranks: RankPool, family: str, sequence: bool) -> None:

@@ -87,9 +87,9 @@ def train(family: str, layout: dict[str, Any], dtype: str = "float32") -> Traine
     model = models.build(config(), kind=kind, dtype=getattr(torch, dtype))
     proved: list[str] = []
 
-    def counted(*args: Any, **kwargs: Any) -> str:
-        proved.append(args[-2])
-        return prove_again(*args, **kwargs)
+    def counted(*args: Any) -> dict[str, str]:
+        proved.extend(args[-1])
+        return prove_again(*args)
 
     losses: list[float] = []
     settled, error = 0, ""

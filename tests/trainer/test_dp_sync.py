@@ -97,7 +97,6 @@ def test_a_callback_that_reads_none_is_not_waited_for(
     assert early != [event for event in read["early"][0].extra["seen"] if event[0] == "step_end"]
 
 
-@pytest.mark.gate
 def test_logs_carry_the_breakdown(unread: dict[str, Ranks]) -> None:
     for way in WAYS:
         for outcome in unread[way]:
