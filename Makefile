@@ -40,8 +40,7 @@ demo-network: .venv/.extension
 
 # The gate: the same tests for every commit, and all that CI runs. pip keeps one core busy; the other compiles meanwhile.
 test: .venv/.system
-	@$(MAKE) --no-print-directory -j2 .venv/.requirements asan-binary
-	@$(MAKE) --no-print-directory .venv/.extension
+	@$(MAKE) --no-print-directory -j2 .venv/.extension asan-binary
 	@$(MAKE) --no-print-directory test-cpp test-python
 
 # ThreadSanitizer only where C++ with threads changed since it passed (tests/cpp/tsan.passed).

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/network/event_queue.h"
@@ -13,9 +14,9 @@ namespace fold3d::core {
 ///
 /// Two kinds of traffic. Pipeline messages travel whole and go first. Data-parallel flows travel in slices and may
 /// be paused at every slice border: for messages, as the HoldRule says, and for flows of higher priority; flows of
-/// equal priority take turns. An undisturbed stretch of slices is one event ("burst"), shortened to the next
-/// slice border when somebody else comes. Without preemption whoever was ready first goes first, and a flow is not
-/// interrupted.
+/// equal priority take turns of one or more slices. An undisturbed stretch of slices is one event ("burst"), shortened
+/// to the next slice border when somebody else comes. Without preemption whoever was ready first goes first, and a flow
+/// is not interrupted.
 class Network {
  public:
   struct Options {
@@ -75,7 +76,8 @@ class Network {
     std::int64_t started = 0;  // the current burst
     std::int64_t burst = 0;    // its bytes; 0 = none under way
     std::int64_t until = 0;
-    int version = 0;  // of the burst's end
+    int version = 0;         // of the burst's end
+    std::int64_t place = 0;  // in line, among those of its priority that are ready at the same time
   };
   struct Side {  // of a card
     bool busy = false;
@@ -87,14 +89,21 @@ class Network {
     std::int64_t since = 0, until = 0, bytes = 0;  // of what is on its way
   };
 
+  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+  static constexpr std::int64_t kTurns = 16;  // that what is left of a flow would take
+
   static std::int64_t duration(std::int64_t bytes, double bandwidth);
   void on_its_way(int host, std::int64_t since, std::int64_t until, std::int64_t bytes);
   void has_left(int host, std::int64_t bytes);
   bool start_message(std::int64_t now, int number);
   bool start_burst(std::int64_t now, int number);
+  bool goes_before(int flow, int other) const;
   void wait_in_line(int flow);
+  void leave_line(int flow);
+  std::vector<int> flows_that_may_start(std::int64_t now);
+  std::vector<int>& line(int host) { return lines_[static_cast<std::size_t>(host)]; }
   void shorten(std::int64_t now, const Side& side, bool for_message);
-  bool wanted_by_another(const Flow& flow) const;
+  std::int64_t turn_of(const Flow& flow) const;
   Side& out(int host) { return out_[static_cast<std::size_t>(host)]; }
   Side& in(int host) { return in_[static_cast<std::size_t>(host)]; }
   std::int64_t allowed_from(const Flow& flow) const;
@@ -107,9 +116,11 @@ class Network {
   std::vector<Account> accounts_;  // by host
   std::vector<Message> messages_;
   std::vector<Flow> flows_;
-  std::vector<int> waiting_messages_;  // in order of queueing
-  std::vector<int> waiting_flows_;     // in order of (priority, ready); without preemption, of ready
-  std::int64_t next_wake_ = -1;
+  std::vector<int> waiting_messages_;    // in order of queueing
+  std::vector<std::vector<int>> lines_;  // by host: flows that wait for its card, as goes_before() says
+  std::vector<int> changed_;             // hosts whose cards, or who waits for them, are others since the last look
+  std::int64_t places_ = 0;
+  std::int64_t next_wake_ = kNever;
   Counters counters_;
 };
 

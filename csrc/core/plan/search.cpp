@@ -299,14 +299,15 @@ class Search {
   }
 
   template <class Place>
-  std::tuple<bool, bool, int, SyncKind, std::int64_t, int> plain(const Place& place) const {
+  std::tuple<int, bool, int, SyncKind, std::int64_t, int> plain(const Place& place) const {
     const Candidate& one = *place.candidate;
-    return {!one.layout->spared.nothing(),
+    const Spared& spared = one.layout->spared;
+    return {(spared.recomputes() ? 1 : 0) + (spared.leaves == Spared::Leaves::kNothing ? 0 : 1),
             place.entry->group->splits(),
             place.entry->group->segments(),
             kind_of(one.modes),
             one.step_ns,
-            one.layout->spared.percent};
+            spared.percent};
   }
 
   const std::vector<PlanJob>& jobs_;
