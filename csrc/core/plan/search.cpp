@@ -18,6 +18,7 @@ constexpr double kPromising = 1.08;      // of the fastest: worth a closer look
 constexpr double kNear = 1.25;           // ... worth a second look
 constexpr std::size_t kMostClose = 48;   // groups that get a closer look
 constexpr std::size_t kMostSpared = 32;  // groups that are made to fit as well as can be
+constexpr std::size_t kMostMeshes = 4;   // where memory is short: so many jobs have each what one has alone
 
 /// How much a phase of the search may simulate: so many actions, and where plans are large, so many plans.
 struct Work {
@@ -205,13 +206,19 @@ class Search {
     return found;
   }
 
+  std::size_t meshes() const { return std::min(jobs_.size(), kMostMeshes); }
+  Work of_all(const Work& one) const {
+    const auto count = static_cast<std::int64_t>(meshes());
+    return {one.actions * count, one.plans * count};
+  }
+
   void spare() {
     const auto open = [&](const Entry& entry) {
       const std::int64_t least = entry.group->shortest_ns();
       const bool is_open = entry.group->job().memory_limit && scaled(least, kWorthLooking) < best_ns_;
       return is_open ? least : kNever;
     };
-    in_rounds("making fit", smallest(entries_.size(), open), kRound, kSpare,
+    in_rounds("making fit", smallest(entries_.size(), open), kRound, of_all(kSpare),
               [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare_most(cutoff_ns); });
     const auto promising = [&](const Entry& entry) {
       if (open(entry) == kNever) return kNever;
@@ -219,7 +226,7 @@ class Search {
       // What does not fit with all computed again may with copies.
       return fits == nullptr ? scaled(entry.group->shortest_ns(), 1.5) : fits->step_ns;
     };
-    in_rounds("making fit", smallest(kMostSpared, promising), kCloseRound, kSpare,
+    in_rounds("making fit", smallest(kMostSpared * meshes(), promising), kCloseRound, of_all(kSpare),
               [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns, plans_of(entry)); });
   }
 
