@@ -138,7 +138,7 @@ class FailureBoard:
     def _ask(self, request: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         """Returns what `request` returns on the store's thread. The store may block for ever, this call does not."""
         if not self._talker.is_alive():
-            raise ConnectionError("the job's store is gone")
+            raise ConnectionError(f"the job's store is gone: {self._keeper()}, has ended")
         if threading.current_thread() is self._talker:
             return request()
         answer: Future[T] = Future()

@@ -255,6 +255,8 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
   const int step = rank.step;
   rank.next = 0;
   ++rank.step;
+  rank.spans_of_last = rank.spans_of_this;
+  rank.spans_of_this = spans_.size();
   if (parts_.dp_sync && model_.dp_sync == DpSync::kSerial) {
     for (int segment = program_.shape.segments - 1; segment >= 0; --segment) {
       const int chunk = program_.shape.chunk_of(segment, stage_of(rank_number));
@@ -393,10 +395,13 @@ std::int64_t TrainingRun::busiest_card_bytes() const {
 std::vector<SimulatedSpan> TrainingRun::take_spans() {
   const std::int64_t start = start_of_last_step();
   std::vector<SimulatedSpan> seen;
-  for (SimulatedSpan span : spans_) {
-    if (span.end_ns <= start || span.start_ns >= ends_.back()) continue;
+  for (std::size_t k = 0; k < spans_.size(); ++k) {
+    SimulatedSpan span = spans_[k];
+    // A rank that has computed some of the step before all others had ended the one before is at its beginning then.
+    const bool is_early = span.lane == SimulatedSpan::Lane::kCompute && k >= ranks_[at(span.rank)].spans_of_last;
+    if ((span.end_ns <= start && !is_early) || span.start_ns >= ends_.back()) continue;
     span.start_ns = std::max(span.start_ns, start) - start;
-    span.end_ns = std::min(span.end_ns, ends_.back()) - start;
+    span.end_ns = std::max(std::min(span.end_ns, ends_.back()), start) - start;
     seen.push_back(span);
   }
   std::stable_sort(seen.begin(), seen.end(),

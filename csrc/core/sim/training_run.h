@@ -51,6 +51,7 @@ class TrainingRun {
     std::int64_t ready = 0;  // when they let it go on
     int bucket = -1;         // next one that the forward under way has to wait for
     double charged = 0;      // bytes of its card that computing has been delayed for
+    std::size_t spans_of_last = 0, spans_of_this = 0;  // how many spans there were when its steps began
   };
   struct Message {
     int from_rank, to_rank, from_node, to_node;
