@@ -46,11 +46,11 @@ class TrainingRun {
     std::size_t next = 0;  // in its program
     int step = 0;
     bool busy = false;
-    bool came = false;       // to the copies before its next action
-    bool took = false;       // what they bring for it
-    std::int64_t ready = 0;  // when they let it go on
-    int bucket = -1;         // next one that the forward under way has to wait for
-    double charged = 0;      // bytes of its card that computing has been delayed for
+    bool came = false;                                 // to the copies before its next action
+    bool took = false;                                 // what they bring for it
+    std::int64_t ready = 0;                            // when they let it go on
+    int bucket = -1;                                   // next one that the forward under way has to wait for
+    double charged = 0;                                // bytes of its card that computing has been delayed for
     std::size_t spans_of_last = 0, spans_of_this = 0;  // how many spans there were when its steps began
   };
   struct Message {
