@@ -138,7 +138,7 @@ def functions_around() -> Iterator[type]:
         frame = frame.f_back
 
 
-def modules_around() -> Iterator[int]:
+def running_modules() -> Iterator[int]:
     """Yields the ids of the modules in whose calls the caller's caller runs, the innermost first. Slow, likewise."""
     code = torch.nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(2)

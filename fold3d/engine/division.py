@@ -71,8 +71,8 @@ class Division:
     The gradients and the loss are those of the undivided micro-batches, masks of dropout included (`PartDraws`), where
     the loss adds up over samples: by construction, as transformers' own loss functions do that divide by the labels of
     the global batch, or because the user has said how (`loss_reduction`). What was said is checked: in the first step,
-    whenever a micro-batch of another form, or a larger one, comes, and now and then (`Comparisons`), two parts also run
-    together, without a backward, and the losses are compared. Other losses are refused: a mean over positions that are
+    and when `Comparisons` says so, two parts also run together, without a backward, and the losses are compared. Other
+    losses are refused: a mean over positions that are
     masked or weighed otherwise, a term that compares samples, cannot be told from one that adds up by its values.
     """
 
@@ -96,7 +96,7 @@ class Division:
         """
         self._size, self._pipeline, self._schedule, self._model = size, pipeline, schedule, model
         self._reduction, self._in_16_bits = reduction, in_16_bits
-        self._comparisons = Comparisons()
+        self._comparisons = Comparisons(model)
         self._foresees = foresees
         self.may_divide = False
         """Whether another size may be set; of one that foresees that, after the first step."""
@@ -204,7 +204,8 @@ class Division:
         """Returns whether there was anything to compare."""
         runs = self._together(whole, function, one, other)
         drawn, values = library_rng_state(), ModelValues(self._model)
-        results = self._pipeline.run(self._schedule, runs, backward=False)
+        with self._comparisons.forwards():
+            results = self._pipeline.run(self._schedule, runs, backward=False)
         draws = not same_library_rng_state(drawn, library_rng_state())
         set_library_rng_state(drawn)
         found = torch.zeros(COMPARED + 3, dtype=torch.float64)

@@ -9,11 +9,10 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fold3d.errors import WAYS_OUT, SplitError, TraceError
 from fold3d.placement.layers import chunk_parameters
@@ -23,11 +22,10 @@ from fold3d.trace.blocks import modules_around
 from fold3d.trace.capture import trace_call
 from fold3d.trace.known_values import Sizes, sizes_of, tensors_of
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.recorder import PLAIN
 from fold3d.trace.shadow import UncopiableError
+from fold3d.trace.state import PLAIN, holders
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_NO_SETTINGS = (Tensor, nn.Module, FunctionType, ModuleType, type)
 _GONE = object()
 _MOST = 8
 """Values of one attribute for which calls are recorded anew."""
@@ -81,17 +79,9 @@ class Settings:
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
-        self._modules = [module for _, module in modules_around(model, blocks)]
-        held: dict[int, dict[str, Any]] = {}
-        for module in self._modules:
-            if type(module).__module__.startswith("torch."):
-                continue
-            objects = (one for one in vars(module).values() if not isinstance(one, _NO_SETTINGS))
-            for one in (module, *objects):
-                values = getattr(one, "__dict__", None)
-                if type(values) is dict:
-                    held.setdefault(id(values), values)
-        self._held = list(held.values())
+        around = modules_around(model, blocks)
+        self._modules = [module for _, module in around]
+        self._held = [vars(one) for one in holders(around).values() if hasattr(one, "__dict__")]
         self._ignored: set[tuple[int, str]] = set()
         self._changes: Counter[tuple[int, str]] = Counter()
         self._last: tuple[Values, _Look] | None = None

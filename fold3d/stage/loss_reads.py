@@ -22,10 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from fold3d.errors import WAYS_OUT, ConfigError, SplitError
 from fold3d.stage.boundary import ChunkRun
 from fold3d.tensor_parallel.weight_reads import RefusedReads
-from fold3d.torch_private import StorageLabels, modules_around
+from fold3d.torch_private import StorageLabels, running_modules
+from fold3d.trace.blocks import modules_around
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.recorder import CONTAINERS, PLAIN
+from fold3d.trace.state import CONTAINERS, holders
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.release import missing
 
@@ -101,16 +102,19 @@ class ForeignTensors:
         if not names:  # as in nearly all models: nothing is put on
             yield
             return
+        held = holders(modules_around(self._model, self._trace.blocks)) | dict(self._model.named_modules())
         with Coat() as coat:
             for name in names:
                 owner, _, attribute = name.rpartition(".")
-                module = self._model.get_submodule(owner)
-                value = getattr(module, attribute, None)
-                if isinstance(value, (Tensor, *PLAIN)):
-                    coat.put(Wrap.ELSEWHERE, module, {attribute: _Carried.named(name)})
-                elif type(value) in CONTAINERS:
+                if owner not in held:
+                    continue  # it was in an object that is another one by now
+                value = getattr(held[owner], attribute, None)
+                if type(value) in CONTAINERS:
                     kept = {k for k in value if self._is_kept(name, k, found)} if isinstance(value, dict) else set()
-                    coat.put(Wrap.ELSEWHERE, module, {attribute: carried_container(name, value, kept)})
+                    instead: Any = carried_container(name, value, kept)
+                else:
+                    instead = _Carried.named(name)
+                coat.put(Wrap.ELSEWHERE, held[owner], {attribute: instead})
             yield
 
     def _is_kept(self, name: str, key: Any, found: Trace) -> bool:
@@ -232,6 +236,9 @@ class _Carried(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = (getattr(leaf, "__dict__", {}) for leaf in tree_leaves((args, kwargs)))  # containers of ours are leaves
         _refuse(next(held["carried"] for held in known if "carried" in held))
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse(self.__dict__["carried"])  # it stands for an object
 
 
 _READS_NOTHING = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"} | {
@@ -412,7 +419,7 @@ class ShardReads:
     def _is_around(self, name: str) -> bool:
         """Returns whether what the caller's caller runs is around the modules that may read the weight."""
         of_block = {key for block, key in self._blocks.items() if name.startswith(f"{block}.")}
-        return (of_block or self._modules).isdisjoint(modules_around())
+        return (of_block or self._modules).isdisjoint(running_modules())
 
 
 def _error(name: str, read: Tensor) -> ConfigError:

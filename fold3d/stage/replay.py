@@ -5,7 +5,6 @@ the first run changed changes once per micro-batch.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
-from fold3d.stage.users_state import may_write_unseen
+from fold3d.stage.users_state import is_users_object, may_write_unseen
+from fold3d.trace.state import ABSENT, OTHER, PLAIN, attributes_of, holders, plain, same, set_attribute
 
-ABSENT = object()
-"""In the place of an attribute that is not there."""
-OTHER = object()
-"""In the place of a value that is not looked at."""
-_SIMPLE = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_COLLECTIONS = frozenset((list, tuple, set, frozenset, deque))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -31,7 +25,8 @@ class ModelValues:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        self._attributes = PlainAttributes(model, dict(enumerate(self._modules)))
+        self._holders = holders(model.named_modules())
+        self._attributes = PlainAttributes(model, self._holders)
         self._buffers = [(module, name, one) for module in self._modules for name, one in module._buffers.items()]
         tensors = [one for _, _, one in self._buffers]
         tensors += [
@@ -49,21 +44,21 @@ class ModelValues:
         for module, name, buffer in moved:
             module._buffers[name] = buffer
         attributes = list(self._attributes.changed())
-        for number, name, value, _ in attributes:
-            put(vars(self._modules[number]), name, value)
-        names = dict.fromkeys(f"{type(self._modules[number]).__name__}.{name}" for number, name, _, _ in attributes)
+        for path, name, value, _ in attributes:
+            set_attribute(self._holders[path], name, value)
+        names = dict.fromkeys(f"{type(self._holders[path]).__name__}.{name}" for path, name, _, _ in attributes)
         return bool(changed or moved), list(names)
 
 
 @contextlib.contextmanager
 def uniform_weights_filled(model: nn.Module) -> Iterator[None]:
-    """Within, parameters whose elements are all equal have different ones, of the same sign, the same on all ranks: a
-    gate that begins at zero hides what is behind it, and what that does to its gradient."""
-    before: list[tuple[nn.Parameter, Tensor]] = []
+    """Within, parameters and buffers whose elements are all equal have different ones, of the same sign, the same on
+    all ranks: a gate that begins at zero hides what is behind it, and what that does to its gradient."""
+    before: list[tuple[Tensor, Tensor]] = []
     try:
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             value = parameter.data
-            if type(value) is not Tensor or value.is_meta or not value.is_floating_point():
+            if type(value) is not Tensor or value.is_meta or not value.is_floating_point() or parameter.is_inference():
                 continue
             if value.numel() == 0 or value.element_size() == 1:
                 continue
@@ -80,24 +75,24 @@ def uniform_weights_filled(model: nn.Module) -> Iterator[None]:
 
 
 class PlainAttributes:
-    """Attributes of some modules at the time this is made: numbers, text, None, tensors without a gradient, and lists,
-    dictionaries, sets and tuples of them."""
+    """Attributes of some modules and objects at the time this is made: numbers, text, None, tensors without a gradient,
+    and lists, dictionaries, sets and tuples of them."""
 
-    def __init__(self, model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
-        self._model, self._modules = model, modules
+    def __init__(self, model: nn.Module, held_by: Mapping[Any, object]) -> None:
+        self._model, self._holders = model, held_by
         self._next_hook = RemovableHandle.next_id
-        self.values = {number: _attributes_of(module) for number, module in modules.items()}
+        self.values = {key: _plain_attributes_of(holder) for key, holder in held_by.items()}
 
-    def changed(self) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yields number of the module, name, value then (or ABSENT) and now of those that are others by now.
+    def changed(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        """Yields key of the holder, name, value then (or ABSENT) and now of those that are others by now.
 
         Without the flag that says that hooks have been registered, which must stay as they do: what was absent, None
         or False where a module has a new hook. transformers' models register them when hidden states are first asked
         for, and would do so again.
         """
         has_hook: bool | None = None
-        for number, known in self.values.items():
-            held = vars(self._modules[number])
+        for key, known in self.values.items():
+            held = attributes_of(self._holders[key])
             for name in known.keys() | (held.keys() - _OF_EVERY_MODULE):
                 one, other = known.get(name, ABSENT), held.get(name, ABSENT)
                 if one is other or one is OTHER or same(one, other) or (now := plain(other)) is OTHER:
@@ -106,7 +101,7 @@ class PlainAttributes:
                     has_hook = self._has_new_hook() if has_hook is None else has_hook
                     if has_hook:
                         continue
-                yield number, name, one, now
+                yield key, name, one, now
 
     def _has_new_hook(self) -> bool:
         return RemovableHandle.next_id > self._next_hook and any(
@@ -117,51 +112,32 @@ class PlainAttributes:
         )
 
 
-def put(holder: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a value of modules' `vars()` or buffers, or takes it away where it is ABSENT."""
-    if value is ABSENT:
-        holder.pop(name, None)
+def _values_of(holder: Any, is_buffer: bool) -> dict[str, Any]:
+    return holder._buffers if is_buffer else attributes_of(holder)
+
+
+def _put(holder: Any, is_buffer: bool, name: str, value: Any) -> None:
+    if not is_buffer:
+        set_attribute(holder, name, value)
+    elif value is ABSENT:
+        holder._buffers.pop(name, None)
     else:
-        holder[name] = value
+        holder._buffers[name] = value
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def _plain_attributes_of(holder: object) -> dict[str, Any]:
     return {
-        name: value if type(value) in _SIMPLE else plain(value)  # written out: there are many of them
-        for name, value in vars(module).items()
+        name: value if type(value) in PLAIN else plain(value)  # written out: there are many of them
+        for name, value in attributes_of(holder).items()
         if name not in _OF_EVERY_MODULE
     }
-
-
-def plain(value: Any) -> Any:
-    """Returns `value`, in containers of its own; OTHER for what is not looked at."""
-    kind = type(value)
-    if kind in _SIMPLE or value is ABSENT or (isinstance(value, Tensor) and not value.requires_grad):
-        return value
-    if kind is dict or kind in _COLLECTIONS:
-        values = [plain(one) for one in (value.values() if kind is dict else value)]
-        if not any(one is OTHER for one in values):
-            return dict(zip(value, values, strict=True)) if kind is dict else kind(values)
-    return OTHER
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same; a tensor is only itself."""
-    kind = type(one)
-    if one is other or kind is not type(other) or isinstance(one, Tensor):
-        return one is other
-    if kind is dict:
-        return list(one) == list(other) and same(list(one.values()), list(other.values()))
-    if kind in (list, tuple, deque):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 class StatePlace(NamedTuple):
     """Where a value is kept."""
 
-    module: int
-    """Number among those that are looked at."""
+    holder: int
+    """Number among the modules and objects that are looked at."""
     name: str
     is_buffer: bool
     """Whether it is a buffer there, or an attribute."""
@@ -195,9 +171,13 @@ class ChangedBuffers:
         self._model = model
         inside = tuple(f"{block}." for block in blocks)
         # The forwards of torch's own modules change nothing but buffers.
-        named = [(n, m) for n, m in model.named_modules() if m._buffers or not type(m).__module__.startswith("torch.")]
-        self._modules = [module for _, module in named]
-        self._in_front = [not f"{name}.".startswith(inside) for name, _ in named]
+        named = {name: module for name, module in model.named_modules() if module._buffers}
+        for path, one in holders(model.named_modules()).items():
+            if isinstance(one, nn.Module) or is_users_object(one):
+                named[path] = one
+        self._holders = list(named.values())
+        self._modules = [one for one in self._holders if isinstance(one, nn.Module)]
+        self._in_front = [not f"{path}.".startswith(inside) for path in named]
         self._first: int | None = None
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
@@ -216,14 +196,14 @@ class ChangedBuffers:
         """
         self._first = chunk if self._first is None else min(self._first, chunk)
         in_front = chunk == self._first
-        fixed = {place: value for place, value in before.items() if self._in_front[place.module] and not in_front}
+        fixed = {place: value for place, value in before.items() if self._in_front[place.holder] and not in_front}
         watched = [n for n, is_outside in enumerate(self._in_front) if (in_front if is_outside else recomputes)]
         # Kernels of batch norms change their statistics without saying so: values are compared, but only once where no
         # code of the user's can do so later, because that waits for a GPU.
         mode = (chunk, recomputes, tuple(module.training for module in self._modules))
         compares = self._always_compares or mode not in self._compared
         self._compared.add(mode)
-        attributes = PlainAttributes(self._model, {number: self._modules[number] for number in watched})
+        attributes = PlainAttributes(self._model, {number: self._holders[number] for number in watched})
         then = [
             (place, tensor, _version(tensor), _copy(tensor) if compares or place in self._changing else tensor)
             for number, known in attributes.values.items()
@@ -235,9 +215,9 @@ class ChangedBuffers:
                 yield
         finally:
             if afterwards is not None:
-                afterwards.leave([(self._modules[place.module], place.name) for place in behind])
+                afterwards.leave([(self._holders[place.holder], place.name) for place in behind])
             for place, old, version, value in then:
-                replaced = place.is_buffer and self._holder(place).get(place.name) is not old
+                replaced = place.is_buffer and self._value(place) is not old
                 written = version != _version(old) or not _equal(value, old)
                 if replaced or written:
                     self._changing.add(place)
@@ -246,7 +226,7 @@ class ChangedBuffers:
             for number, name, value, now in attributes.changed():
                 before.setdefault(StatePlace(number, name, False), _Change(value, now))
                 if afterwards is not None:
-                    afterwards.note(self._modules[number], name, now, is_buffer=False)
+                    afterwards.note(self._holders[number], name, now, is_buffer=False)
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -265,30 +245,27 @@ class ChangedBuffers:
         held: list[tuple[StatePlace, Any]] = []
         for place, kept in values.items():
             value = kept.before if isinstance(kept, _Change) else kept
-            holder = self._holder(place)
-            own = holder.get(place.name, ABSENT)
+            own = self._value(place)
             held.append((place, own))
             if isinstance(value, Tensor):
                 value = copies.setdefault(id(own if isinstance(own, Tensor) else value), _copy(value))
-            put(holder, place.name, plain(value))
+            _put(self._holders[place.holder], place.is_buffer, place.name, plain(value))
         try:
             yield
         finally:
             for place, own in held:
-                kept, now = values[place], self._holder(place).get(place.name, ABSENT)
+                kept, now = values[place], self._value(place)
                 if isinstance(kept, _Change) and not (_alike(now, kept.before) or _alike(now, kept.after)):
                     if behind is not None:
                         behind.append(place)
                     continue  # what lies behind the first run's chunk has changed it, too
-                put(self._holder(place), place.name, own)
+                _put(self._holders[place.holder], place.is_buffer, place.name, own)
 
-    def _holder(self, place: StatePlace) -> dict[str, Any]:
-        module = self._modules[place.module]
-        held: dict[str, Any] = module._buffers if place.is_buffer else vars(module)
-        return held
+    def _value(self, place: StatePlace) -> Any:
+        return _values_of(self._holders[place.holder], place.is_buffer).get(place.name, ABSENT)
 
     def _tensors(self, number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[StatePlace, Tensor]]:
-        for names, is_buffer in ((self._modules[number]._buffers, True), (attributes, False)):
+        for names, is_buffer in ((getattr(self._holders[number], "_buffers", {}), True), (attributes, False)):
             for name, value in names.items():
                 if isinstance(value, Tensor):
                     yield StatePlace(number, name, is_buffer), value
@@ -297,12 +274,18 @@ class ChangedBuffers:
 class _Found(NamedTuple):
     """What a micro-batch's forward has made of a value, and who has it."""
 
-    holder: dict[str, Any]
-    """A module's `vars()` or buffers."""
+    holder: object
+    is_buffer: bool
     name: str
     value: Any
-    module: str
-    """Class of the module."""
+
+    def now(self) -> Any:
+        """Returns what it is by now."""
+        return _values_of(self.holder, self.is_buffer).get(self.name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Sets it."""
+        _put(self.holder, self.is_buffer, self.name, value)
 
 
 class Afterwards:
@@ -310,18 +293,17 @@ class Afterwards:
     function may read them when forwards of other micro-batches have changed them again."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], _Found] = {}
-        self._left: set[tuple[int, str]] = set()
+        self._found: dict[tuple[int, bool, str], _Found] = {}
+        self._left: set[tuple[int, bool, str]] = set()
 
-    def leave(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+    def leave(self, attributes: Iterable[tuple[object, str]]) -> None:
         """The run that ends has left these to the loss function, in place of what earlier runs made of them."""
-        self._left = {(id(vars(module)), name) for module, name in attributes}
+        self._left = {(id(holder), False, name) for holder, name in attributes}
 
-    def note(self, module: nn.Module, name: str, value: Any, *, is_buffer: bool) -> None:
+    def note(self, holder: object, name: str, value: Any, *, is_buffer: bool) -> None:
         """The first run of code that changes it has made `value` of it."""
-        holder = module._buffers if is_buffer else vars(module)
         value = _copy(value) if isinstance(value, Tensor) else value
-        self._found.setdefault((id(holder), name), _Found(holder, name, value, type(module).__name__))
+        self._found.setdefault((id(holder), is_buffer, name), _Found(holder, is_buffer, name, value))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -331,23 +313,23 @@ class Afterwards:
         for key, one in self._found.items():
             if key in self._left:
                 continue
-            own = one.holder.get(one.name, ABSENT)
+            own = one.now()
             if not _alike(own, one.value):
-                put(one.holder, one.name, _copy(one.value) if isinstance(one.value, Tensor) else plain(one.value))
+                one.put(_copy(one.value) if isinstance(one.value, Tensor) else plain(one.value))
                 held.append((one, own))
         self._found.clear()
         try:
             yield
             for one, _ in held:
-                if not _alike(one.holder.get(one.name, ABSENT), one.value):
+                if not _alike(one.now(), one.value):
                     raise SplitError(
-                        f"the loss function changes '{one.name}' (of {one.module}), which the model's forward changes, "
-                        "too, and in a model that is cut other micro-batches have begun in between: keep it elsewhere, "
-                        "or set pp=1 and segments=1, where nothing is cut"
+                        f"the loss function changes '{one.name}' (of {type(one.holder).__name__}), which the model's "
+                        "forward changes, too, and in a model that is cut other micro-batches have begun in between: "
+                        "keep it elsewhere, or set pp=1 and segments=1, where nothing is cut"
                     )
         finally:
             for one, own in held:
-                put(one.holder, one.name, own)
+                one.put(own)
 
 
 class OwnBuffers:
@@ -422,10 +404,10 @@ class OwnBuffers:
                     holder[place.name] = _copy(tensor)  # this micro-batch's graph has the other one
         for place in changed if afterwards is not None else ():
             now = self._holder(place).get(place.name)
-            afterwards.note(self._modules[place.module], place.name, now, is_buffer=place.is_buffer)  # type: ignore[union-attr]
+            afterwards.note(self._modules[place.holder], place.name, now, is_buffer=place.is_buffer)  # type: ignore[union-attr]
 
     def _holder(self, place: StatePlace) -> dict[str, Any]:
-        module = self._modules[place.module]
+        module = self._modules[place.holder]
         return module._buffers if place.is_buffer else vars(module)
 
     def _tensors(self) -> Iterator[tuple[StatePlace, Tensor]]:

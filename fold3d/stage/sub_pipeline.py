@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d import seeding
 from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.sharding.shard import even_part
+from fold3d.stage.call_guard import Settings
 from fold3d.stage.loss_run import LossRun, ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues, uniform_weights_filled
@@ -125,15 +126,28 @@ class _Parts:
 
 class Comparisons:
     """When what was found of parts of a micro-batch is looked at again: it may hang on sizes (room for so many tokens)
-    and on weights (what is rare at first), and neither is the same for long."""
+    weights (what is rare at first) and attributes (a factor that a callback sets), and none is the same for long."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._settings = Settings(model, ())
+        self._values = self._settings.now()
         self._largest: dict[Form, int] = {}
         self._counts: Counter[Form] = Counter()
 
+    @contextlib.contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Around forwards that are compared: attributes that these change, counters, are not looked at."""
+        before = self._settings.now()
+        yield
+        self._settings.ignore(before, self._settings.now())
+
     def note(self, form: Form, arguments: Mapping[str, Any]) -> bool:
         """A micro-batch has come; returns whether to compare with it: with the first of its form, with any of more
-        elements than all before, and ever more rarely with others."""
+        elements than all before, behind changes of attributes, and ever more rarely with others."""
+        then, self._values = self._values, self._settings.now()
+        if self._settings.left(then) != self._settings.left(self._values):
+            self._settings.count(then, self._values)
+            self._largest.clear()
         size = sum(leaf.numel() for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
         self._counts[form] += 1
         count, before = self._counts[form], self._largest.get(form, -1)
@@ -146,7 +160,7 @@ class SubPipeline:
 
     The blocks run on parts of the micro-batch. Behind the last block the parts are joined, and what lies there, the
     head, runs once on the whole, like the loss function: no loss is ever divided. Whether the blocks may run on parts
-    is checked with the first micro-batch of each form, with larger ones and now and then (`Comparisons`), and with each
+    is checked with the first micro-batch of each form, with others as `Comparisons` says, and with each
     whose parts take different ways through the blocks; these also run whole, without a backward: where a sample's
     values depend on others, micro-batches of this chunk stay whole, which is said once. The first of a form is compared
     with other weights, too (`uniform_weights_filled`). Masks of dropout are those of the whole micro-batch
@@ -178,7 +192,7 @@ class SubPipeline:
         self._split: SplitModel | None = None
         self._joined: dict[Form, list[bool]] = {}
         """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
-        self._comparisons = Comparisons()
+        self._comparisons = Comparisons(model)
         self._draws = True
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
@@ -250,7 +264,7 @@ class SubPipeline:
         assert self._split is not None
         drawn, values = library_rng_state(), ModelValues(self._model)
         shared: list[str] = []
-        with torch.no_grad(), SharedValues(self._model).put_back(shared):
+        with torch.no_grad(), SharedValues(self._model).put_back(shared), self._comparisons.forwards():
             whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
         if not same_library_rng_state(drawn, library_rng_state()):
             set_library_rng_state(drawn)

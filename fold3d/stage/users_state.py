@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -21,21 +20,17 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
+from fold3d.trace.state import ABSENT, MOST, PLAIN, PYTHONS_OWN, slots_of
 from fold3d.trace.wrappers import users_hooks
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SIMPLE = frozenset(_PLAIN)
+_PLAIN = tuple(PLAIN)
 _LISTS = (list, tuple, deque)
-_MOST = 1000
-"""Entries of a container that is looked into: a data set has more."""
-_FRAMEWORKS = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "collections", "types"} | frozenset(
+_FRAMEWORKS = PYTHONS_OWN | frozenset(
     ("accelerate", "datasets", "evaluate", "fold3d", "numpy", "peft", "tokenizers", "torch", "tqdm", "transformers")
 )
 """Packages whose objects are not looked into where they are attributes of the user's: no loss function sets theirs."""
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward")) - {"training"}
 """Not attributes of the user's: forwards are put on while a loss function runs."""
-ABSENT = object()
-"""In the place of a value that is not there."""
 UNKNOWN = object()
 """In the place of a value that was not kept."""
 
@@ -103,7 +98,7 @@ class Contents:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
-        self._versions = {n: one if type(one) in _SIMPLE else version(one) for n, one in values.items()}
+        self._versions = {n: one if type(one) in PLAIN else version(one) for n, one in values.items()}
 
     def changed(self, before: Contents) -> set[str]:
         """Returns the names of what was set, changed or deleted since `before`."""
@@ -128,7 +123,7 @@ class Contents:
     def kept(self, names: Collection[str], before: Contents) -> dict[str, Any]:
         """Returns the values that `names` had, and what else is a number or text; UNKNOWN in the place of others, which
         may be large. Containers are copies, and so are tensors that were written to since `before`."""
-        known, simple = before._versions, _SIMPLE
+        known, simple = before._versions, PLAIN
         return {
             name: value if type(value) in simple else _copied(value, known.get(name)) if name in names else UNKNOWN
             for name, value in self.values.items()
@@ -165,12 +160,7 @@ class _Attributes(_View):
             return (
                 name for name, value in vars(self._one).items() if name[:2] != "__" and not hasattr(value, "__get__")
             )
-        return (name for kind in type(self._one).__mro__ for name in _slots(kind) if hasattr(self._one, name))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+        return (name for name in slots_of(type(self._one)) if hasattr(self._one, name))
 
 
 class _Cells(_View):
@@ -239,7 +229,7 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
     found: list[Namespace] = []
     seen = {id(model)}
     todo: deque[tuple[object, bool]] = deque((one, True) for one in objects)
-    while todo and len(found) < _MOST:
+    while todo and len(found) < MOST:
         one, is_named = todo.popleft()
         if id(one) in seen:
             continue
@@ -262,11 +252,11 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
                 )
         elif _has_attributes(one) and (is_named or _is_users(type(one).__module__)):
             kind = type(one)
-            found.append(attributes_of(one))
+            found.append(namespace_of(one))
             todo.extend((value, False) for value in found[-1].values.values())
             if _is_users(kind.__module__):
                 todo.append((kind, True))
-        elif type(one) is dict and is_named and len(one) <= _MOST:
+        elif type(one) is dict and is_named and len(one) <= MOST:
             found.append(Namespace(one, (dict,), "entry of an argument of the function"))
         elif isinstance(one, type) and is_named:
             found.append(Namespace(_Attributes(one), (one,), f"attribute of the class {one.__name__}"))
@@ -308,9 +298,9 @@ def may_write_unseen(model: nn.Module) -> bool:
         elif isinstance(one, type):
             todo.extend(value for kind in one.__mro__ if _is_users(kind.__module__) for value in vars(kind).values())
         elif isinstance(one, (dict, *_LISTS)):
-            todo.extend(one.values() if isinstance(one, dict) else one) if len(one) <= _MOST else None
+            todo.extend(one.values() if isinstance(one, dict) else one) if len(one) <= MOST else None
         elif is_users_object(one):
-            todo.extend((type(one), *attributes_of(one).values.values()))
+            todo.extend((type(one), *namespace_of(one).values.values()))
         elif hasattr(one, "__wrapped__"):
             todo.append(one.__wrapped__)
     return False
@@ -377,13 +367,13 @@ class ModelState:
         self.namespaces: list[Namespace] = []
         seen: set[int] = set()
         for module in model.modules():
-            self.namespaces.append(attributes_of(module))
+            self.namespaces.append(namespace_of(module))
             of_class = vars(type(module)).values() if _is_users(type(module).__module__) else ()
             own = (one for name, one in vars(module).items() if name not in _OF_EVERY_MODULE)
             for one in (*own, *of_class):
                 if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
                     seen.add(id(one))
-                    self.namespaces.append(attributes_of(one))
+                    self.namespaces.append(namespace_of(one))
         self.namespaces += [
             Namespace(module._buffers, (type(module), Tensor), f"buffer of {type(module).__name__}")
             for module in model.modules()
@@ -428,7 +418,7 @@ class ModelState:
     @staticmethod
     def kept(now: list[dict[str, Any]], names: Mapping[int, Collection[str]]) -> list[dict[str, Any]]:
         """Returns the values that `names` had, by number, and what else is a number or text, as `Contents.kept`."""
-        simple = _SIMPLE
+        simple = PLAIN
         return [
             {
                 name: one if type(one) in simple else _apart(one) if name in front else UNKNOWN
@@ -452,12 +442,12 @@ def _set_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """Returns the names of what is another object, or number or text."""
 
     def same(one: Any, other: Any) -> bool:
-        return one is other or (type(one) is type(other) and type(one) in _SIMPLE and bool(one == other))
+        return one is other or (type(one) is type(other) and type(one) in PLAIN and bool(one == other))
 
     return {name for name in now.keys() | before.keys() if not same(now.get(name, ABSENT), before.get(name, ABSENT))}
 
 
-def attributes_of(one: object) -> Namespace:
+def namespace_of(one: object) -> Namespace:
     """Returns the attributes of an object that has some."""
     values = vars(one) if hasattr(one, "__dict__") else _Attributes(one)
     owner = one if type(one).__flags__ & _IS_HEAP_TYPE and not isinstance(one, nn.Module) else None
@@ -488,7 +478,7 @@ def _is_users(module: str | None) -> bool:
 
 def version(value: Any) -> Version:
     """Returns what differs once `value` has changed; of what is not looked into, once it is another object."""
-    left = [_MOST]
+    left = [MOST]
 
     def of(one: Any) -> Any:
         left[0] -= 1
@@ -504,7 +494,7 @@ def version(value: Any) -> Version:
             return frozenset, frozenset(one)
         if isinstance(one, _PLAIN):
             return type(one), one
-        if isinstance(one, np.ndarray) and one.size <= _MOST and not one.dtype.hasobject:
+        if isinstance(one, np.ndarray) and one.size <= MOST and not one.dtype.hasobject:
             return id(one), one.tobytes()
         return type(one), id(one)
 

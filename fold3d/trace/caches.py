@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fold3d.trace.state import PYTHONS_OWN
+
 _LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
 _WRAPPERS = (staticmethod, classmethod, property, MethodType, functools.partial, functools.cached_property, _LRU_CACHE)
 STORES = (dict, list)
-_OTHERS = ("torch", "fold3d", "numpy", "builtins", "functools", "typing", "types", "abc", "collections")
+_OTHERS = PYTHONS_OWN | {"collections", "fold3d", "numpy", "torch", "types"}
 """Packages whose code is not the model's."""
 
 
@@ -109,8 +111,6 @@ def _may_keep_tensors(package: str, imported: int) -> bool:
     Args:
         imported: modules so far; more may.
     """
-    if package in sys.stdlib_module_names:
-        return False
     path = str(getattr(sys.modules.get(package), "__file__", None))
     if "site-packages" not in path and "dist-packages" not in path:
         return True

@@ -93,8 +93,8 @@ def trace_call(
             copied.training = module.training
         recorder, kept = _record(shadow, blocks, example)
         inside = tuple(f"{block}." for block in blocks)
-        held = (*attributes(shadow.model), *shadow.model.named_buffers())
-        behind = [name for name, one in held if not name.startswith(inside) and recorder.is_behind(one)]
+        buffers = shadow.model.named_buffers()
+        behind = [name for name, one in buffers if not name.startswith(inside) and recorder.is_behind(one)]
         changed, not_behind = recorder.state_behind()
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]

@@ -18,9 +18,10 @@ from inspect import unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fold3d._C import BlockForward, CurrentForward, block_forward
+from fold3d.trace.state import ABSENT, attributes_of, set_attribute
 from fold3d.trace.wrappers import drop_hooks, is_ours
 
 _FORWARD, _ATTRIBUTES, _INSTEAD = "forward", "attributes", "instead"
@@ -114,13 +115,13 @@ class Coat(contextlib.ExitStack):
     def put(
         self,
         row: Wrap,
-        on: nn.Module | Tensor,
+        on: object,
         thing: Any,
         slot: CurrentForward | None = None,
         block: int = -1,
         constant: int = 0,
     ) -> None:
-        """Puts a forward, a hook or attributes, by name, on a module, or a hook on a parameter.
+        """Puts a forward, a hook or attributes, by name, on a module; a hook on a parameter, attributes on an object.
 
         Args:
             slot, block, constant: of a forward that C++ may skip, see `block_forward`.
@@ -135,10 +136,10 @@ class Coat(contextlib.ExitStack):
             assert isinstance(on, nn.Module)
             self._attributes(on, thing)
         elif row.how == _INSTEAD:
-            own = vars(on)
+            own = attributes_of(on)
             for name, value in thing.items():
-                self.callback(own.__setitem__, name, own[name]) if name in own else self.callback(own.pop, name)
-                own[name] = value
+                self.callback(set_attribute, on, name, own.get(name, ABSENT))
+                set_attribute(on, name, value)
         else:
             hook = Hook(row, thing) if isinstance(on, nn.Module) else thing
             for register, options in row.how:

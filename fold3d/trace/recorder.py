@@ -14,8 +14,7 @@ writes into a tensor that the chunk received is written again, and what a module
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -28,11 +27,12 @@ from torch.utils.flop_counter import flop_registry
 
 from fold3d.errors import TraceError
 from fold3d.torch_private import storage_key
-from fold3d.trace.blocks import modules_around, outer_modules
+from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
 from fold3d.trace.made_up import run_with_values
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
+from fold3d.trace.state import StateBehind
 from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import is_ours
 
@@ -181,17 +181,6 @@ class RegionRecord:
             self.other_flops += flops
 
 
-PLAIN: frozenset[type] = frozenset((bool, int, float, str, type(None)))
-"""Of attributes by which the code around blocks may decide."""
-CONTAINERS: frozenset[type] = frozenset((dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque))
-"""Of attributes in which it may keep something for the next forward."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _is_same_plain(one: Any, other: Any) -> bool:
-    return type(one) in PLAIN and type(one) is type(other) and bool(one == other)
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode and module hooks around one forward of `model` (a copy whose tensors are fake)."""
 
@@ -221,9 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing: set[str] = set()
         self._code = Code(model)
         names = list(blocks)
-        around = modules_around(model, names)
-        self._around = [(name, vars(one)) for name, one in around if not type(one).__module__.startswith("torch.")]
-        self._before_last = [self._state()]  # in front of the forward, and behind the last block so far
+        self._state = StateBehind(model, names)
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
             for module in list(model.get_submodule(block).modules())[1:]:
@@ -335,7 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = self._return(output)
         self.outputs.append(output)
         self._block = self._made = None
-        self._before_last[1:] = [self._state()]
+        self._state.note()
         self.regions.append(RegionRecord())
         return output
 
@@ -562,40 +549,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._last.get(self._key(tensor), -1) >= len(self.order) - 1
 
     def state_behind(self) -> tuple[list[str], list[str]]:
-        """Returns which attributes of modules around the blocks code behind the last block changes, or puts what the
-        last block makes into; and entries of dictionaries among them with which it does not."""
-        changed, others = [], []
-        for key, value in self._state().items():
-            name = ".".join(filter(None, key))
-            then = [one[key] for one in self._before_last if key in one]
-            if isinstance(value, dict):
-                entries = [one if isinstance(one, dict) else {} for one in then]
-                mine = [k for k, v in value.items() if self._is_as_before(v, [one[k] for one in entries if k in one])]
-                if len(mine) < max(map(len, (value, *entries))):  # or an entry is gone
-                    changed.append(name)
-                    others += [f"{name}[{k!r}]" for k in mine]
-            elif not self._is_as_before(value, then):
-                changed.append(name)
-        return changed, others
-
-    def _is_as_before(self, value: Any, then: Sequence[Any]) -> bool:
-        """Whether an attribute, or what is in one, is what it was at one of these times."""
-        if any(isinstance(leaf, Tensor) and self.is_behind(leaf) for leaf in tree_leaves(value)):
-            return False
-        if type(value) is tuple:
-            kept = [one for one in then if type(one) is tuple and len(one) == len(value)]
-            return any(all(a is b or _is_same_plain(a, b) for a, b in zip(value, one, strict=True)) for one in kept)
-        return any(value is one or _is_same_plain(value, one) for one in then)
-
-    def _state(self) -> dict[tuple[str, str], Any]:
-        """Returns what attributes of modules around the blocks are that are numbers, text or None, and what is in those
-        that are containers."""
-        return {
-            (name, attribute): value if type(value) in PLAIN else dict(value) if isinstance(value, dict) else (*value,)
-            for name, held in self._around
-            for attribute, value in held.items()
-            if type(value) in PLAIN or (type(value) in CONTAINERS and attribute not in _OF_EVERY_MODULE)
-        }
+        """Returns what `StateBehind.changed` does."""
+        return self._state.changed(self.is_behind)
 
     def note_left(self, where: str, tensor: Tensor) -> None:
         """The tensor outlives the forward: who computed it read what it is computed from."""

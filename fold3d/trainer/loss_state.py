@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
-from fold3d.stage.users_state import attributes_of, is_state, is_users_object
+from fold3d.stage.users_state import is_state, is_users_object, namespace_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class LossState:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Remembers what has changed in the body, in which losses are computed."""
-        attributes = attributes_of(self._trainer)
-        inside = {name: attributes_of(value) for name, value in attributes.values.items() if is_users_object(value)}
+        attributes = namespace_of(self._trainer)
+        inside = {name: namespace_of(value) for name, value in attributes.values.items() if is_users_object(value)}
         before, then = attributes.contents(), {name: one.contents() for name, one in inside.items()}
         yield
         self._changed.update(attributes.contents().changed(before))

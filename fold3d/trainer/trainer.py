@@ -34,10 +34,10 @@ from fold3d.engine.engine import Engine
 from fold3d.engine.planning.mesh import Asked, Decision, decide_mesh
 from fold3d.errors import ConfigError
 from fold3d.stage.loss_run import running_loss
-from fold3d.stage.replay import plain, put
-from fold3d.stage.users_state import as_it_was, attributes_of
+from fold3d.stage.users_state import as_it_was, namespace_of
 from fold3d.topology import Topology
 from fold3d.trace.batches import synthetic_example
+from fold3d.trace.state import plain, set_attribute
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import RANDOM, TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler, implements
@@ -453,7 +453,7 @@ class Trainer(SearchingTrainer):
         inputs = self._prepare_inputs(inputs)
         sets_some = any(is_overridden(self, name) for name in ("training_step", "_prepare_inputs"))
         sets_some = sets_some or any(implements(one, "on_substep_end") for one in self.callback_handler.callbacks)
-        attributes = attributes_of(self).contents() if sets_some else None
+        attributes = namespace_of(self).contents() if sets_some else None
         then = ModelThen(self.model) if sets_some else None
         waiting = self._waiting.add(inputs, (num_items_in_batch, steps), attributes, then)
         if waiting < steps or not self.accelerator.gradient_state.sync_gradients:
@@ -466,7 +466,7 @@ class Trainer(SearchingTrainer):
             for name, value in attributes.items():
                 setattr(self, name, as_it_was(value))
             for (number, name), value in of_model.items():
-                put(vars(modules[number]), name, plain(value))
+                set_attribute(modules[number], name, plain(value))
             return self._share_of_loss(module, batch, *divisors)
 
         share.calls_users_code = self._computes_loss_otherwise() or sets_model  # type: ignore[attr-defined]

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from fold3d.errors import ConfigError
-from fold3d.stage.replay import ABSENT, OTHER, PlainAttributes, same
+from fold3d.stage.replay import PlainAttributes
 from fold3d.stage.users_state import Contents
+from fold3d.trace.state import ABSENT, OTHER, same
 
 _PLACE = "fold3d: place in the step"
 """Key of a micro-batch by which what it was drawn with is found; taken out before the loss function sees it."""

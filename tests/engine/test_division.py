@@ -87,6 +87,31 @@ def test_is_compared_once_in_each_form(caplog: pytest.LogCaptureFixture) -> None
     assert "micro_batch_size=2: a forward changes Layers.forwards; that happens once for each part" in caplog.text
 
 
+class Mixed(nn.Module):
+    """Adds a share of the mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.share * x.mean(0)
+
+
+def test_attributes_that_change_are_compared_anew() -> None:
+    """A callback may set a factor that was 0 when parts were compared first."""
+    mixed = Mixed()
+    config = ParallelConfig(micro_batch_size=2, loss_reduction="mean", blocks="layers")
+    engine = Engine(made(norm=mixed), config, optimizer=SGD)
+    batch = {"x": torch.randn(4, WIDTH, dtype=torch.float64)}
+    for _ in range(3):
+        engine.step(batch)
+    mixed.share = 0.5
+    with pytest.raises(Fold3dError, match="the loss of two parts together is"):
+        engine.step(batch)
+    engine.close()
+
+
 class Crowded(nn.Module):
     """Of all its samples and tokens, [samples, tokens, WIDTH], the first `room` count."""
 
@@ -144,9 +169,14 @@ def test_reductions() -> None:
 class Gated(nn.Module):
     """Adds the mean over the batch, behind a gate that begins at zero."""
 
-    def __init__(self) -> None:
+    gate: Tensor
+
+    def __init__(self, *, trains: bool) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.zeros(WIDTH))
+        if trains:
+            self.gate = nn.Parameter(torch.zeros(WIDTH))
+        else:
+            self.register_buffer("gate", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gate * x.mean(0)
@@ -158,9 +188,10 @@ class Gated(nn.Module):
         ({"loss": "contrast"}, "of which it should be the mean over samples"),
         ({"norm": nn.BatchNorm1d(WIDTH)}, "its forward changes buffers"),
         ({"norm": nn.BatchNorm1d(WIDTH, track_running_stats=False)}, "of which it should be"),
-        ({"norm": Gated()}, "of which it should be"),
+        ({"norm": Gated(trains=True)}, "of which it should be"),
+        ({"norm": Gated(trains=False)}, "of which it should be"),
     ],
-    ids=["contrast", "batch norm", "batch norm without statistics", "gate"],
+    ids=["contrast", "batch norm", "batch norm without statistics", "gate", "buffer"],
 )
 def test_coupled_samples_are_refused(coupled: dict[str, Any], why: str) -> None:
     model = made(**coupled)

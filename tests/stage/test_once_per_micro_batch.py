@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -150,6 +152,22 @@ def test_losses_that_change_what_the_forward_changes() -> None:
     engine.close()
 
 
+@dataclass
+class Memory:
+    """Of a user's."""
+
+    last: Tensor | None = None
+    count: int = 0
+    more: list[Any] = field(default_factory=list)
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Remembers(nn.Module):
     """Keeps numbers, text, lists and tensors as plain attributes, and computes with them."""
 
@@ -158,6 +176,8 @@ class Remembers(nn.Module):
         self.n, self.begun = 0, False
         self.seen: list[float] = []
         self.by_size: dict[int, list[int]] = {}
+        self.recent: deque[int] = deque([3, 4], maxlen=2)
+        self.memory, self.slots = Memory(more=[Memory()]), Slots()
         self.mean, self.total = None, torch.zeros((), dtype=torch.float64)
         self.layers = nn.ModuleList(Counts() for _ in range(4))
 
@@ -169,6 +189,18 @@ class Remembers(nn.Module):
         self.by_size.setdefault(len(x), []).append(self.n)
         self.mean = x.mean() if self.mean is None else 0.9 * self.mean + 0.1 * x.mean()
         self.total += x.mean()
+        self.recent.append(self.n)
+        self.memory.count += 1
+        self.slots.count += 2
+        self.memory.more[0].more.append(self.n)
+        self.memory.last = x.detach().mean() + (0 if self.memory.last is None else self.memory.last)
+        x = (
+            x / self.memory.count
+            + self.slots.count
+            + sum(self.memory.more[0].more)
+            + self.memory.last
+            + sum(self.recent)
+        )
         x = x * self.n + self.mean + self.total + sum(self.seen) + self.made + len(self.by_size[len(x)])
         for layer in self.layers:
             x = layer(x)
@@ -185,7 +217,9 @@ def remembered(layout: dict[str, Any]) -> list[Any]:
     losses = [engine.step(batch).loss.item() for _ in range(2)]
     engine.close()
     assert model.mean is not None
+    assert model.memory.last is not None
     found = [model.n, model.begun, model.made, model.seen, model.by_size, model.mean.item(), model.total.item()]
+    found += [model.memory.count, model.slots.count, model.memory.more[0].more, model.memory.last.item(), model.recent]
     return [losses, *found, [layer.runs for layer in model.layers]]
 
 
@@ -485,6 +519,9 @@ class Behind(nn.Module):
         self.sizes: list[int] = []
         self.cache: dict[str, Any] = {"scale": 2.0}
         self.by_run: dict[int, Tensor] = {}
+        self.memory, self.another, self.slots = Memory(), Memory(), Slots()
+        self.memories = {1: [Memory()]}
+        self.nested = {"sizes": [[0]], "names": [["x"]]}
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.in_front(x)
@@ -493,34 +530,14 @@ class Behind(nn.Module):
         return self.at_the_end(x)
 
     def in_front(self, x: Tensor) -> Tensor:
-        if self.way == "reads a buffer in front":
-            x = x / self.count
-        elif self.way == "reads an attribute in front" and self.state is not None:
-            x = x + self.state
-        elif self.way == "reads a number in front":
-            x = x / (1 + self.runs)
-        elif self.way == "reads a list in front":
-            x = x + sum(self.mems)
-        elif self.way == "stacks a list in front":
-            x = x + torch.stack(self.mems).sum(0)
-        elif self.way == "counts a list in front":
-            x = x / (1 + len(self.mems))
-        elif self.way == "reads a queue in front":
-            x = x + sum(self.recent)
-        elif self.way == "reads a tuple in front":
-            x = x + sum(self.pair)
-        elif self.way == "reads numbers in front":
-            x = x / (1 + sum(self.sizes))
-        elif self.way == "asks for an entry in front" and "last" in self.cache:
-            x = x + self.cache["last"]
-        elif self.way == "reads other entries in front":
-            x = x + self.by_run.get(self.runs, 0.0)
-        elif self.way == "empties in front":
+        if self.way == "empties in front":
             self.mems.clear()
             self.sizes[:] = [3]
             self.cache["first"] = x.detach().mean(0) * self.cache["scale"]
+            self.memory.last = x.detach().mean(0)
             x = x + self.cache["first"] / self.sizes[0] + len(self.mems)
-        return x
+            return x + self.memory.last + len(self.nested["names"][0])
+        return READS[self.way][1](self, x) if self.way in READS else x
 
     def at_the_end(self, x: Tensor) -> Tensor:
         self.state = x.detach().mean(0)
@@ -531,8 +548,38 @@ class Behind(nn.Module):
         self.cache["last"] = self.state
         self.by_run[self.runs + 1] = self.state
         self.runs += 1
+        self.memory.last = self.memories[1][0].last = self.state
+        self.memory.count += 1
+        self.memories[1][0].count += 1
+        self.slots.count += 1
+        self.memory.more.append(1)
+        self.nested["sizes"][0].append(1)
+        self.another = Memory(count=self.runs)
         self.count = self.count + 1 if self.way == "another" else self.count.add_(1)
         return x.square().mean() * self.count.log()
+
+
+READS: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
+    "reads a buffer in front": ("count", lambda m, x: x / m.count),
+    "reads an attribute in front": ("state", lambda m, x: x if m.state is None else x + m.state),
+    "reads a number in front": ("runs", lambda m, x: x / (1 + m.runs)),
+    "reads a list in front": ("mems", lambda m, x: x + sum(m.mems)),
+    "stacks a list in front": ("mems", lambda m, x: x + torch.stack(m.mems).sum(0)),
+    "counts a list in front": ("mems", lambda m, x: x / (1 + len(m.mems))),
+    "reads a queue in front": ("recent", lambda m, x: x + sum(m.recent)),
+    "reads a tuple in front": ("pair", lambda m, x: x + sum(m.pair)),
+    "reads numbers in front": ("sizes", lambda m, x: x / (1 + sum(m.sizes))),
+    "asks for an entry in front": ("cache", lambda m, x: x + m.cache["last"] if "last" in m.cache else x),
+    "reads other entries in front": ("by_run", lambda m, x: x + m.by_run.get(m.runs, 0.0)),
+    "reads nested numbers in front": ("nested", lambda m, x: x / (1 + sum(m.nested["sizes"][0]))),
+    "reads a tensor of an object": ("memory.last", lambda m, x: x if m.memory.last is None else x + m.memory.last),
+    "reads a number of an object": ("memory.count", lambda m, x: x / (1 + m.memory.count)),
+    "reads a list of an object": ("memory.more", lambda m, x: x / (1 + len(m.memory.more))),
+    "reads an object in a list": ("memories[1][0].count", lambda m, x: x / (1 + m.memories[1][0].count)),
+    "reads another object": ("another", lambda m, x: x / (1 + m.another.count)),
+    "reads a slot": ("slots.count", lambda m, x: x / (1 + m.slots.count)),
+}
+"""What is read in front, under which name the error has it, and how."""
 
 
 def trained_behind(layout: dict[str, int], way: str) -> tuple[list[float], Tensor]:
@@ -608,23 +655,9 @@ def refused_behind(layout: dict[str, int], way: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        ("reads a buffer in front", "count"),
-        ("reads an attribute in front", "state"),
-        ("reads a number in front", "runs"),
-        ("reads a list in front", "mems"),
-        ("stacks a list in front", "mems"),
-        ("counts a list in front", "mems"),
-        ("reads a queue in front", "recent"),
-        ("reads a tuple in front", "pair"),
-        ("reads numbers in front", "sizes"),
-        ("asks for an entry in front", "cache"),
-        ("reads other entries in front", "by_run"),
-    ],
-)
-def test_what_one_micro_batch_leaves_to_the_next_behind_the_blocks(ranks: RankPool, way: str, name: str) -> None:
+@pytest.mark.parametrize("way", READS)
+def test_what_one_micro_batch_leaves_to_the_next_behind_the_blocks(ranks: RankPool, way: str) -> None:
+    name = READS[way][0]
     for layout in ({"segments": 2}, {"pp": 2}):
         for text in ranks.run(refused_behind, layout.get("pp", 1), layout, way):
             assert f"the model's forward reads '{name}' in front of its blocks" in text and "step 1" in text, text

@@ -322,17 +322,19 @@ def test_another_form_is_compared_anew() -> None:
     assert "depends on the other samples" in sub.reason
 
 
-@pytest.mark.parametrize("what", ["length", "weights"])
+@pytest.mark.parametrize("what", ["length", "weights", "attribute"])
 def test_what_mixes_samples_later_is_found(what: str) -> None:
-    """Room for so many tokens is taken up by longer ones, or by weights that send more of them to one place."""
+    """Room for so many tokens is taken up by longer ones, by weights that send more of them to one place, or by less of
+    it."""
     model, room = gpt2(0.0), {"tokens": 4 * 5}
     block = model.transformer.h[1]
+    block.room = 1000
     own = block.forward
 
     def mixes(hidden: Tensor, *args: Any, **named: Any) -> Any:
         out = own(hidden, *args, **named)
         place = torch.ones_like(out[..., :1]).flatten().cumsum(0).view_as(out[..., :1])
-        return torch.where(place > room["tokens"], 0.0, out)
+        return torch.where(place > min(room["tokens"], block.room), 0.0, out)
 
     block.forward = mixes
     ops = Counting()
@@ -348,7 +350,10 @@ def test_what_mixes_samples_later_is_found(what: str) -> None:
     for _ in range(4):
         run(5)
     divided = ops.sums
-    if what == "length":
+    if what == "attribute":
+        block.room = 12
+        run(5)
+    elif what == "length":
         run(LENGTH)
         run(5)
         assert ops.sums == divided / 2, "micro-batches are whole"

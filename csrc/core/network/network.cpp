@@ -11,8 +11,7 @@ Network::Network(int num_hosts, const Options& options, EventQueue& events)
       events_(events),
       out_(static_cast<std::size_t>(num_hosts)),
       in_(static_cast<std::size_t>(num_hosts)),
-      accounts_(static_cast<std::size_t>(num_hosts)),
-      lines_(static_cast<std::size_t>(num_hosts)) {}
+      accounts_(static_cast<std::size_t>(num_hosts)) {}
 
 std::int64_t Network::duration(std::int64_t bytes, double bandwidth) {
   return std::llround(static_cast<double>(bytes) * 1e9 / bandwidth);
@@ -67,7 +66,6 @@ bool Network::handle(const Event& event, Sent& sent) {
       side->busy = false;
       side->pipeline.ends();
     }
-    changed_.insert(changed_.end(), {message.from, message.to});
     sent = {message.from, message.to, true, message.token, message.started, event.time, message.bytes, true};
     counters_.message_bytes += message.bytes;
     has_left(message.from, message.bytes);
@@ -76,7 +74,6 @@ bool Network::handle(const Event& event, Sent& sent) {
     Flow& flow = flows_[static_cast<std::size_t>(event.a)];
     if (event.b != flow.version) return false;  // shortened since
     for (Side* side : {&out(flow.from), &in(flow.to)}) *side = {false, -1, side->pipeline};
-    changed_.insert(changed_.end(), {flow.from, flow.to});
     flow.left -= flow.burst;
     sent = {flow.from, flow.to, false, flow.token, flow.started, event.time, flow.burst, flow.left == 0};
     counters_.flow_bytes += flow.burst;
@@ -90,71 +87,32 @@ bool Network::handle(const Event& event, Sent& sent) {
 }
 
 /// A flow's place is behind those of its priority that have waited longer: equals take turns.
-bool Network::goes_before(int flow, int other) const {
-  const Flow& first = flows_[static_cast<std::size_t>(flow)];
-  const Flow& second = flows_[static_cast<std::size_t>(other)];
-  if (options_.preempt && first.priority != second.priority) return first.priority < second.priority;
-  return first.ready != second.ready ? first.ready < second.ready : first.place < second.place;
-}
-
-void Network::wait_in_line(int number) {
-  Flow& flow = flows_[static_cast<std::size_t>(number)];
-  flow.place = ++places_;
-  changed_.insert(changed_.end(), {flow.from, flow.to});
-  const auto before = [this](int x, int y) { return goes_before(x, y); };
-  for (const int host : {flow.from, flow.to}) {
-    std::vector<int>& waiting = line(host);
-    waiting.insert(std::upper_bound(waiting.begin(), waiting.end(), number, before), number);
-    if (flow.from == flow.to) break;
-  }
-}
-
-void Network::leave_line(int number) {
-  const Flow& flow = flows_[static_cast<std::size_t>(number)];
-  for (const int host : {flow.from, flow.to}) {
-    std::vector<int>& waiting = line(host);
-    waiting.erase(std::find(waiting.begin(), waiting.end(), number));
-    if (flow.from == flow.to) break;
-  }
-}
-
-/// In their order. Where neither card has changed and nobody's patience is over, a flow waits on.
-std::vector<int> Network::flows_that_may_start(std::int64_t now) {
-  std::vector<int> found;
-  if (options_.preempt && now >= next_wake_) {
-    next_wake_ = kNever;
-    for (const auto& waiting : lines_) found.insert(found.end(), waiting.begin(), waiting.end());
-  } else {
-    std::sort(changed_.begin(), changed_.end());
-    changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
-    for (const int host : changed_) {
-      if (out(host).busy && in(host).busy) continue;
-      found.insert(found.end(), line(host).begin(), line(host).end());
-    }
-  }
-  changed_.clear();
-  std::sort(found.begin(), found.end(), [this](int x, int y) { return goes_before(x, y); });
-  found.erase(std::unique(found.begin(), found.end()), found.end());
-  return found;
+void Network::wait_in_line(int flow) {
+  const auto before = [this](int x, int y) {
+    const Flow& first = flows_[static_cast<std::size_t>(x)];
+    const Flow& second = flows_[static_cast<std::size_t>(y)];
+    if (options_.preempt && first.priority != second.priority) return first.priority < second.priority;
+    return first.ready < second.ready;
+  };
+  waiting_flows_.insert(std::upper_bound(waiting_flows_.begin(), waiting_flows_.end(), flow, before), flow);
 }
 
 void Network::start_what_can(std::int64_t now) {
-  const std::vector<int> flows = flows_that_may_start(now);
   std::size_t message = 0;
   std::size_t flow = 0;
-  while (message < waiting_messages_.size() || flow < flows.size()) {
+  while (message < waiting_messages_.size() || flow < waiting_flows_.size()) {
     bool message_first = message < waiting_messages_.size();
-    if (message_first && !options_.preempt && flow < flows.size()) {
+    if (message_first && !options_.preempt && flow < waiting_flows_.size()) {
       message_first = messages_[static_cast<std::size_t>(waiting_messages_[message])].queued <=
-                      flows_[static_cast<std::size_t>(flows[flow])].ready;
+                      flows_[static_cast<std::size_t>(waiting_flows_[flow])].ready;
     }
-    if (!message_first) {
-      if (start_burst(now, flows[flow])) leave_line(flows[flow]);
-      ++flow;
-    } else if (start_message(now, waiting_messages_[message])) {
-      waiting_messages_.erase(waiting_messages_.begin() + static_cast<std::ptrdiff_t>(message));
+    auto& line = message_first ? waiting_messages_ : waiting_flows_;
+    auto& place = message_first ? message : flow;
+    const int number = line[place];
+    if (message_first ? start_message(now, number) : start_burst(now, number)) {
+      line.erase(line.begin() + static_cast<std::ptrdiff_t>(place));
     } else {
-      ++message;
+      ++place;
     }
   }
 }
@@ -178,7 +136,7 @@ bool Network::start_burst(std::int64_t now, int number) {
   const std::int64_t allowed = allowed_from(flow);
   if (options_.preempt && allowed > now) {
     // One wake-up under way is enough; it is handled before any later one would be.
-    if (allowed < next_wake_) {
+    if (next_wake_ <= now || allowed < next_wake_) {
       next_wake_ = allowed;
       events_.push(allowed, Event::Type::kNetworkWake);
     }
@@ -207,16 +165,11 @@ std::int64_t Network::turn_of(const Flow& flow) const {
   const std::int64_t slice = options_.slice_bytes;
   if (out_[static_cast<std::size_t>(flow.from)].pipeline.pending > 0) return slice;
   if (in_[static_cast<std::size_t>(flow.to)].pipeline.pending > 0) return slice;
-  const auto wants = [&](int number) {
+  const bool shares = std::any_of(waiting_flows_.begin(), waiting_flows_.end(), [&](int number) {
     const Flow& other = flows_[static_cast<std::size_t>(number)];
     return &other != &flow && other.priority <= flow.priority && (other.from == flow.from || other.to == flow.to);
-  };
-  for (const int host : {flow.from, flow.to}) {
-    const std::vector<int>& waiting = lines_[static_cast<std::size_t>(host)];
-    if (std::any_of(waiting.begin(), waiting.end(), wants))
-      return std::max<std::int64_t>(flow.left / kTurns / slice, 1) * slice;
-  }
-  return flow.left;
+  });
+  return shares ? std::max<std::int64_t>(flow.left / kTurns / slice, 1) * slice : flow.left;
 }
 
 /// Ends the side's burst at the next slice border, if it has one left and may be paused.

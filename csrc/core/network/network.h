@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "core/network/event_queue.h"
@@ -76,8 +75,7 @@ class Network {
     std::int64_t started = 0;  // the current burst
     std::int64_t burst = 0;    // its bytes; 0 = none under way
     std::int64_t until = 0;
-    int version = 0;         // of the burst's end
-    std::int64_t place = 0;  // in line, among those of its priority that are ready at the same time
+    int version = 0;  // of the burst's end
   };
   struct Side {  // of a card
     bool busy = false;
@@ -89,7 +87,6 @@ class Network {
     std::int64_t since = 0, until = 0, bytes = 0;  // of what is on its way
   };
 
-  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
   static constexpr std::int64_t kTurns = 16;  // that what is left of a flow would take
 
   static std::int64_t duration(std::int64_t bytes, double bandwidth);
@@ -97,11 +94,7 @@ class Network {
   void has_left(int host, std::int64_t bytes);
   bool start_message(std::int64_t now, int number);
   bool start_burst(std::int64_t now, int number);
-  bool goes_before(int flow, int other) const;
   void wait_in_line(int flow);
-  void leave_line(int flow);
-  std::vector<int> flows_that_may_start(std::int64_t now);
-  std::vector<int>& line(int host) { return lines_[static_cast<std::size_t>(host)]; }
   void shorten(std::int64_t now, const Side& side, bool for_message);
   std::int64_t turn_of(const Flow& flow) const;
   Side& out(int host) { return out_[static_cast<std::size_t>(host)]; }
@@ -116,11 +109,9 @@ class Network {
   std::vector<Account> accounts_;  // by host
   std::vector<Message> messages_;
   std::vector<Flow> flows_;
-  std::vector<int> waiting_messages_;    // in order of queueing
-  std::vector<std::vector<int>> lines_;  // by host: flows that wait for its card, as goes_before() says
-  std::vector<int> changed_;             // hosts whose cards, or who waits for them, are others since the last look
-  std::int64_t places_ = 0;
-  std::int64_t next_wake_ = kNever;
+  std::vector<int> waiting_messages_;  // in order of queueing
+  std::vector<int> waiting_flows_;     // in order of (priority, ready); without preemption, of ready
+  std::int64_t next_wake_ = -1;
   Counters counters_;
 };
 

@@ -1,0 +1,174 @@
+"""Where code around a model's blocks keeps values from one forward to the next: attributes of modules and of objects
+that these hold (`holders`), and which of them code behind the blocks changes (`StateBehind`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fold3d.trace.blocks import modules_around
+
+PLAIN: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, type(None)))
+"""Of values by which code may decide."""
+CONTAINERS: frozenset[type] = frozenset((dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque))
+"""Of values in which it may keep others."""
+MOST = 1000
+"""Entries of a container that is looked into: a data set has more."""
+ABSENT = object()
+"""In the place of a value that is not there."""
+OTHER = object()
+"""In the place of a value that is not looked at."""
+PYTHONS_OWN = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "collections", "types"}
+"""Packages of Python whose objects keep nothing for a model."""
+_LIBRARIES = PYTHONS_OWN | {"fold3d", "numpy", "torch"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NO_HOLDERS = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.dtype)
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+slots_of: Callable[[type], tuple[str, ...]] = functools.lru_cache(maxsize=1024)(_slots_of)
+"""Returns the names of attributes that objects of a class have slots for."""
+
+
+def attributes_of(holder: object) -> dict[str, Any]:
+    """Returns the attributes that an object has."""
+    held: dict[str, Any] = getattr(holder, "__dict__", {})
+    slots = slots_of(type(holder))
+    return {**held, **{name: getattr(holder, name) for name in slots if hasattr(holder, name)}} if slots else held
+
+
+def set_attribute(holder: object, name: str, value: Any) -> None:
+    """Sets an attribute past what the class does about that; takes it away where `value` is ABSENT."""
+    if name in slots_of(type(holder)):
+        object.__delattr__(holder, name) if value is ABSENT else object.__setattr__(holder, name, value)
+    elif value is ABSENT:
+        vars(holder).pop(name, None)
+    else:
+        vars(holder)[name] = value
+
+
+def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
+    """Returns whose attributes the code of some modules may set, by path, such as "head", "head.memory", "caches[0]".
+
+    These are the modules, unless they are torch's own, and what has attributes in theirs, or in containers there, but
+    for objects of Python's and of torch's.
+    """
+    found: dict[str, object] = {}
+    seen = set[int]()
+    todo: deque[tuple[str, object]] = deque(one for one in modules if not type(one[1]).__module__.startswith("torch."))
+    while todo:
+        path, one = todo.popleft()
+        if id(one) not in seen and len(found) < MOST:
+            seen.add(id(one))
+            found[path] = one
+            for name, value in attributes_of(one).items():
+                if name not in _OF_EVERY_MODULE or not isinstance(one, nn.Module):
+                    todo.extend(_inside(f"{path}.{name}".lstrip("."), value))
+    return found
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, _NO_HOLDERS):
+        return
+    if kind in CONTAINERS:
+        if len(value) <= MOST:
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from _inside(f"{path}[{key!r}]", one)
+    elif kind.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or slots_of(kind)):
+        yield path, value
+
+
+def plain(value: Any, *, others: bool = False) -> Any:
+    """Returns `value`, in containers of its own, if it is plain: of PLAIN, a tensor without a gradient, or such in
+    containers.
+
+    Args:
+        others: other objects stay what they are; else a value with one is OTHER.
+    """
+    kind = type(value)
+    if kind in PLAIN or value is ABSENT or (isinstance(value, Tensor) and not value.requires_grad):
+        return value
+    if kind not in CONTAINERS or (others and len(value) > MOST):
+        return value if others else OTHER
+    inside = [plain(one, others=others) for one in (value.values() if isinstance(value, dict) else value)]
+    if any(one is OTHER for one in inside):
+        return OTHER
+    made: Any = dict(zip(value, inside, strict=True)) if isinstance(value, dict) else inside
+    if kind is defaultdict:
+        return defaultdict(value.default_factory, made)
+    return deque(made, value.maxlen) if kind is deque else kind(made)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same plain ones; a tensor, and any other object, is only itself."""
+    kind = type(one)
+    if one is other or kind is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return list(one) == list(other) and same(list(one.values()), list(other.values()))
+    if kind in (list, tuple, deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return kind in (*PLAIN, set, frozenset) and bool(one == other)
+
+
+class StateBehind:
+    """Which attributes code behind the last block of a model changes, in one forward that is recorded."""
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        self._modules = modules_around(model, blocks)
+        self._before = [self._now()]
+        """In front of the forward, and behind the last block so far."""
+
+    def note(self) -> None:
+        """A block has run."""
+        self._before[1:] = [self._now()]
+
+    def changed(self, is_behind: Callable[[Tensor], bool]) -> tuple[list[str], list[str]]:
+        """Returns, by path, attributes that have been changed, or into which came what the last block has made; and
+        entries of dictionaries among them of which this is not so.
+
+        Args:
+            is_behind: whether the last block, or code behind it, has made or written a tensor.
+        """
+
+        def is_kept(value: Any, then: Iterable[Any]) -> bool:
+            made = any(isinstance(leaf, Tensor) and is_behind(leaf) for leaf in tree_leaves(value))
+            return not made and any(same(value, one) for one in then)
+
+        changed, kept = [], []
+        now = self._now()
+        for key in {**self._before[-1], **now}:
+            value, name = now.get(key, ABSENT), ".".join(filter(None, key))
+            then = [one[key] for one in self._before if key in one]
+            if isinstance(value, dict):
+                entries = [one if isinstance(one, dict) else {} for one in then]
+                mine = [k for k, one in value.items() if is_kept(one, [old[k] for old in entries if k in old])]
+                if len(mine) < max(map(len, (value, *entries))):  # or an entry is gone
+                    changed.append(name)
+                    kept += [f"{name}[{k!r}]" for k in mine]
+            elif not is_kept(value, then):
+                changed.append(name)
+        return changed, kept
+
+    def _now(self) -> dict[tuple[str, str], Any]:
+        return {
+            (path, name): value if type(value) in PLAIN else plain(value, others=True)
+            for path, holder in holders(self._modules).items()
+            for name, value in attributes_of(holder).items()
+            if type(value) in PLAIN or name not in _OF_EVERY_MODULE or not isinstance(holder, nn.Module)
+        }
