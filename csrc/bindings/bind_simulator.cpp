@@ -29,7 +29,7 @@ using core::StageMemory;
 using core::TrainingStep;
 
 /// The lane's name in timelines.
-std::string lane_of(const SimulatedSpan& span) {
+std::string lane_of_span(const SimulatedSpan& span) {
   switch (span.lane) {
     case SimulatedSpan::Lane::kCompute:
       return "compute";
@@ -48,7 +48,7 @@ std::string lane_of(const SimulatedSpan& span) {
   return "";
 }
 
-std::string text_of(const SimulatedSpan& span) {
+std::string text_of_span(const SimulatedSpan& span) {
   if (span.lane == SimulatedSpan::Lane::kGather) return std::to_string(span.action.chunk) + "GATHER";
   return core::to_string(span.action);
 }
@@ -124,8 +124,8 @@ void bind_step(py::module_& module) {
       .def_readonly("dp_bytes", &RankBreakdown::dp_bytes);
   py::class_<SimulatedSpan>(module, "SimulatedSpan", "One thing that a rank does in the simulated step.")
       .def_readonly("rank", &SimulatedSpan::rank)
-      .def_property_readonly("lane", &lane_of)
-      .def_property_readonly("text", &text_of)
+      .def_property_readonly("lane", &lane_of_span)
+      .def_property_readonly("text", &text_of_span)
       .def_readonly("start_ns", &SimulatedSpan::start_ns)
       .def_readonly("end_ns", &SimulatedSpan::end_ns)
       .def_readonly("bytes", &SimulatedSpan::bytes);

@@ -46,6 +46,16 @@ def test_what_is_compiled(setup: ModuleType, torch_cuda: str | None, nvcc: str |
         assert why in reason and sources == ["csrc/a.cpp", "csrc/b.cpp"]
 
 
+def test_every_source_is_compiled_once(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From scratch, in files that include those that need torch's headers."""
+    monkeypatch.setattr(setup, "HERE", tmp_path)
+    needs = [f"csrc/runtime/executor/{letter}.cpp" for letter in "abcdefg"]
+    others = ["csrc/core/a.cpp", "csrc/runtime/kernels/x_cuda.cu"]
+    made = setup.joined([*needs, *others], tmp_path / "build")
+    included = [line.split('"')[1] for name in made[:2] for line in (tmp_path / name).read_text().splitlines()]
+    assert made[2:] == others and included == [str(tmp_path / name) for name in needs]
+
+
 def test_objects_do_not_overwrite_each_other() -> None:
     """The build names an object after its source without the suffix."""
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".cu"}]

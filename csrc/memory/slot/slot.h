@@ -10,6 +10,14 @@
 
 namespace fold3d::memory {
 
+/// Tensors in a slot begin at multiples of it, so that elements of any type stay aligned.
+inline constexpr std::size_t kSlotAlignment = 64;
+
+/// The least multiple of it that has room for `bytes`.
+inline std::size_t slot_aligned(std::size_t bytes) {
+  return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
 /// A part of the pool, in one piece or, where none of what is free is large enough, in several: what is free suffices,
 /// however it lies. Goes back when it is destroyed, on any thread and even after the pool is gone.
 class Slot {

@@ -11,7 +11,7 @@ namespace fold3d::runtime {
 
 namespace {
 
-constexpr int kTag = 0;  // one sender and one receiver on each connection of the ring: order alone pairs the pieces
+constexpr int kRingTag = 0;  // one sender and one receiver on each connection of the ring: order alone pairs the pieces
 
 }  // namespace
 
@@ -28,14 +28,14 @@ void C10dRingConnection::send(std::span<const std::byte> header, std::span<const
   for (const auto piece : {header, payload}) {
     works_.check();
     std::vector<at::Tensor> tensors{bytes_view(piece.data(), piece.size())};
-    works_.wait(group_->send(tensors, next_, kTag));
+    works_.wait(group_->send(tensors, next_, kRingTag));
   }
 }
 
 void C10dRingConnection::recv(std::span<std::byte> bytes) {
   works_.check();
   std::vector<at::Tensor> tensors{bytes_view(bytes.data(), bytes.size())};
-  works_.wait(group_->recv(tensors, previous_, kTag));
+  works_.wait(group_->recv(tensors, previous_, kRingTag));
 }
 
 void C10dRingConnection::abort(const std::string& reason) noexcept { works_.abort(reason); }

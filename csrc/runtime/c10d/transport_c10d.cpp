@@ -15,7 +15,7 @@ namespace fold3d::runtime {
 
 namespace {
 
-constexpr int kTag = 0;  // one sender and one receiver per queue: order alone pairs the messages
+constexpr int kFrameTag = 0;  // one sender and one receiver per queue: order alone pairs the messages
 
 TensorBuffer& as_tensor(const std::shared_ptr<comm::Buffer>& buffer) { return static_cast<TensorBuffer&>(*buffer); }
 
@@ -47,13 +47,13 @@ C10dTransport::~C10dTransport() = default;
 c10::intrusive_ptr<c10d::Work> C10dTransport::begin_send(Line& line, int peer_stage, const at::Tensor& tensor) {
   works_.check();
   std::vector<at::Tensor> tensors{tensor};
-  return line.group->send(tensors, line.peer(peer_stage), kTag);
+  return line.group->send(tensors, line.peer(peer_stage), kFrameTag);
 }
 
 c10::intrusive_ptr<c10d::Work> C10dTransport::begin_recv(Line& line, int peer_stage, const at::Tensor& tensor) {
   works_.check();
   std::vector<at::Tensor> tensors{tensor};
-  return line.group->recv(tensors, line.peer(peer_stage), kTag);
+  return line.group->recv(tensors, line.peer(peer_stage), kFrameTag);
 }
 
 void C10dTransport::make_room(Line& line) {

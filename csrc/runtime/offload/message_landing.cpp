@@ -4,17 +4,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include "memory/room/slot_write.h"
-#include "memory/slot/tier.h"
+#include "memory/slot/slot.h"
 
 namespace fold3d::runtime {
-namespace {
-
-/// Tensors of a slot begin at multiples of it.
-constexpr std::size_t kAligned = 64;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
-
-}  // namespace
 
 MessageLanding::MessageLanding(memory::HostPool& pool, memory::CopyLane& out, const memory::CopyLane& in,
                                PoolPlan& plan, std::chrono::milliseconds timeout)
@@ -22,7 +14,7 @@ MessageLanding::MessageLanding(memory::HostPool& pool, memory::CopyLane& out, co
 
 comm::Tensors MessageLanding::take(const core::Action& recv, const std::vector<comm::TensorDesc>& descs) {
   std::size_t total = 0;
-  for (const comm::TensorDesc& desc : descs) total = aligned(total) + desc.bytes();
+  for (const comm::TensorDesc& desc : descs) total = memory::slot_aligned(total) + desc.bytes();
   plan_.make_room(pool_, recv, total);
   const memory::Slot slot = room_.take(recv, total);
   comm::Tensors tensors;
@@ -33,7 +25,7 @@ comm::Tensors MessageLanding::take(const core::Action& recv, const std::vector<c
     at::Tensor memory = slot.data() == nullptr ? at::empty({bytes}, at::kByte)
                                                : at::from_blob(slot.data() + offset, {bytes}, at::kByte);
     tensors.push_back({desc, std::make_shared<SlotBuffer>(std::move(memory), slot, offset)});
-    offset = aligned(offset + desc.bytes());
+    offset = memory::slot_aligned(offset + desc.bytes());
   }
   return tensors;
 }

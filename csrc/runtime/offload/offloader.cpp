@@ -9,16 +9,13 @@
 #include "core/ir/stash.h"
 #include "memory/disk_tier.h"
 #include "memory/room/slot_wait.h"
+#include "memory/slot/slot.h"
 
 namespace fold3d::runtime {
 namespace {
 
-/// Parts of a slot begin at multiples of it.
-constexpr std::size_t kAligned = 64;
 /// Memory of more bytes gets a transfer and an allocation of its own; all that is smaller comes and goes together.
 constexpr std::size_t kSmall = std::size_t{256} << 10;
-
-std::size_t aligned(std::size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
 
 memory::HostPool::MakeTier maker(const OffloadOptions& options, memory::ReserveHost reserve) {
   if (!options.disk.empty()) {
@@ -111,7 +108,7 @@ void Offloader::leave(const std::shared_ptr<StashBatch>& batch, const core::Acti
   for (const auto& memory : moving) {
     batch->places_.push_back({memory, total});
     pieces.push_back({memory->view(), total});
-    total = aligned(total + memory->bytes());
+    total = memory::slot_aligned(total + memory->bytes());
   }
   if (moving.empty()) return;
   plan_.make_room(pool_, action, total);

@@ -4,11 +4,10 @@
 
 #include <algorithm>
 
+#include "memory/slot/slot.h"
+
 namespace fold3d::runtime {
 namespace {
-
-/// Parts begin at multiples of it, so that elements of any type stay aligned.
-constexpr std::ptrdiff_t kAligned = 64;
 
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_meta() && !tensor.is_quantized() &&
@@ -28,6 +27,7 @@ SavedTensor StashBatch::save(const at::Tensor& tensor) {
   for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const auto size = static_cast<std::ptrdiff_t>(tensor.element_size());
   const std::ptrdiff_t first = tensor.storage_offset() * size;
+  constexpr auto kAligned = static_cast<std::ptrdiff_t>(memory::kSlotAlignment);
   const std::ptrdiff_t begin = first / kAligned * kAligned;
   const std::ptrdiff_t end = first + (last + 1) * size;
   if (end - begin < kLeastBytes) return SavedTensor::staying(tensor);
