@@ -9,15 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the suite is fetched
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("FOLD3D_CACHE", "off")  # commands run, and leave nothing behind
 
-import gc
 import random
-import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
-from tests.helpers import cuda, gate
+from tests.helpers import call, cuda, gate
 from tests.helpers.ranks import RankPool
 
 cuda.hide()
@@ -77,12 +75,8 @@ _FEW = 20
 
 
 @pytest.fixture(autouse=True)
-def _imports_are_not_searched(known: list[int] = [0]) -> None:  # noqa: B006
-    """What was imported and collected never dies: looking through it for garbage took a sixth of the suite's time."""
-    if len(sys.modules) > known[0] + _FEW:
-        gc.collect()
-        gc.freeze()
-        known[0] = len(sys.modules)
+def _imports_are_not_searched() -> None:
+    call.freeze_imports(_FEW)
 
 
 @pytest.fixture(autouse=True)

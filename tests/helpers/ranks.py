@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -247,7 +246,7 @@ def _preload() -> None:
     importlib.import_module(PRELOADED)
     device.register()
     call.clean_slate()
-    gc.freeze()
+    call.freeze_imports()
 
 
 def _answer(pipe: Connection, request: bytes, rank: int) -> bytes:
@@ -258,10 +257,8 @@ def _answer(pipe: Connection, request: bytes, rank: int) -> bytes:
     """
     try:
         ref, world_size, store, port, timeout, args, kwargs = pickle.loads(request)
-        modules = len(sys.modules)
         function = call.resolve(ref)
-        if len(sys.modules) > modules:
-            gc.freeze()  # what was imported never dies: keep it out of the collection after every call
+        call.freeze_imports()
         if world_size == 0:  # only the import was asked for
             return pickle.dumps((True, None))
         with (
