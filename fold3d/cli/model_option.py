@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
     from fold3d.plan.space.mesh import Mesh
 
 
+_ON_THE_HUB = re.compile(r"[\w.-]*\w(/[\w.-]*\w)?")
+"""A model's name, with or without whose it is."""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds MODEL_OR_CONFIG, --blocks and --partition to a subcommand's parser."""
     parser.add_argument(
         "model",
         metavar="MODEL_OR_CONFIG",
-        help="a transformers folder or config.json (weights are not read), or MODULE:FUNCTION, a function without "
-        "arguments that returns a module, or a module and an example batch (a dict of tensors)",
+        help="a transformers folder, config.json or name on the hub, such as openai-community/gpt2 (weights are not "
+        "read), or MODULE:FUNCTION, a function without arguments that returns a module, or a module and an example "
+        "batch (a dict of tensors)",
     )
     parser.add_argument(
         "--blocks", default="auto", help="name of the module list with the blocks; default: found automatically"
@@ -67,12 +73,13 @@ def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
 
     from fold3d.trace.from_config import model_from_config
 
-    if os.path.exists(source):
+    if _is_config(source):
         return model_from_config(source), None
     module_name, colon, function_name = source.partition(":")
     if not colon:
         raise ConfigError(
-            f"{source!r} is neither a folder, nor a config.json, nor MODULE:FUNCTION (as in my_package.models:build)"
+            f"{source!r} is neither a folder, nor a config.json, nor a name on the hub, nor MODULE:FUNCTION (as in "
+            "my_package.models:build)"
         )
     sys.path.insert(0, os.getcwd())
     try:
@@ -97,16 +104,21 @@ def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
     return model, {name: value.to("meta") for name, value in batch[0].items()}
 
 
-def is_file(options: argparse.Namespace) -> bool:
+def is_config(options: argparse.Namespace) -> bool:
     """Whether the model is a configuration, for which batches are made up."""
-    return os.path.exists(options.model)
+    return _is_config(options.model)
+
+
+def _is_config(source: str) -> bool:
+    """Whether it is a folder or file, or may be a name on the hub: who misspells a file shall not wait for that."""
+    return os.path.exists(source) or (_ON_THE_HUB.fullmatch(source) is not None and not source.endswith(".json"))
 
 
 def dtype_of(options: argparse.Namespace) -> str | None:
     """Returns the name of the dtype that a configuration has; None where it says nothing."""
     from fold3d.trace.from_config import dtype_of_config
 
-    return dtype_of_config(options.model) if is_file(options) else None
+    return dtype_of_config(options.model) if is_config(options) else None
 
 
 def describe(model: nn.Module) -> str:

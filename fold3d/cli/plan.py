@@ -641,7 +641,7 @@ def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.
     tokens = options.tokens
     if tokens is not None and (tokens < 1 or not set(example) <= {"input_ids", "decoder_input_ids"}):
         raise ConfigError(f"--tokens={tokens} takes a positive number and a model whose input is input_ids")
-    if tokens is None and model_option.is_file(options) and set(example) == {"input_ids"}:
+    if tokens is None and model_option.is_config(options) and set(example) == {"input_ids"}:
         tokens = min(_MOST_TOKENS, most_tokens(model) or example["input_ids"].shape[1])
     made: dict[str, Any] = {}
     for name, value in example.items():

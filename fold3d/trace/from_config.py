@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from fold3d.errors import ConfigError
 
 
 def model_from_config(path: str) -> nn.Module:
-    """Returns the model that a transformers folder or config.json describes, on the meta device: no weights
-    are read.
+    """Returns the model that a transformers folder, config.json or name on the hub stands for, on the meta device: no
+    weights are read.
 
     Raises: ConfigError if there is no configuration, or if it does not say which class the model has.
     """
@@ -21,6 +22,11 @@ def model_from_config(path: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
+        if not os.path.exists(path):
+            raise ConfigError(
+                f"{path!r} is neither a folder, nor a config.json, nor MODULE:FUNCTION, and there is no model of that "
+                f"name: {error}"
+            ) from None
         raise ConfigError(f"{path!r} holds no transformers configuration: {error}") from None
     architectures = getattr(config, "architectures", None) or []
     model_class: Any = getattr(transformers, architectures[0], None) if architectures else None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -140,6 +144,28 @@ def test_errors_teach(capsys, arguments: list[str], message: str):
     code, _, err = run(capsys, *arguments)
     assert code == 1
     assert err.startswith("fold3d: ") and message in err
+
+
+def test_a_name_on_the_hub(gpt2_folder, tmp_path):
+    """It is found where transformers keeps what was loaded before."""
+    kept = tmp_path / "models--somebody--small.gpt"
+    shutil.copytree(gpt2_folder, kept / "snapshots" / "1234")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("1234")
+    words = [sys.executable, "-m", "fold3d", "trace"]
+    told, of_folder = (
+        subprocess.run(
+            [*words, name], capture_output=True, text=True, env={**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+        )
+        for name in ("somebody/small.gpt", str(gpt2_folder))
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == of_folder.stdout
+
+
+def test_a_misspelled_file_is_no_name_on_the_hub(capsys):
+    code, _, err = run(capsys, "confg.json")
+    assert code == 1 and "'confg.json' is neither a folder, nor a config.json, nor a name on the hub" in err
 
 
 def test_a_folder_that_is_no_model(capsys, tmp_path):
