@@ -7,6 +7,8 @@ ROOT := $(CURDIR)
 OUT ?= out/demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_ROOT_USER_ACTION = ignore
+# Many containers forbid Python to keep what it compiles. Hundreds of processes of the tests would all compile fold3d.
+export PYTHONDONTWRITEBYTECODE =
 
 include scripts/ccache.mk
 

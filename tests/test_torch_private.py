@@ -24,10 +24,10 @@ from fold3d.torch_private import (
     functions_around,
     in_backward,
     is_called_by_detach_variable,
-    modules_around,
     place_in_backward,
     put_modes_on,
     run_again_within,
+    running_modules,
     saving_hook,
     set_place_in_backward,
     set_version_counts,
@@ -153,7 +153,7 @@ def test_functions_and_modules_on_the_stack_are_found() -> None:
     class Holder(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             def inside() -> None:
-                modules.extend(modules_around())
+                modules.extend(running_modules())
 
             inside()
             y: Tensor = Doubled.apply(x, seen)
