@@ -91,6 +91,8 @@ def sharding_table(
     )
     if numbers:
         below.append(f"numbers on a rank: {', '.join(numbers)}")
+    if any(split.whole_sizes for split in plan.blocks.values()):
+        below.append("views: the code asks for sizes of the whole, and gets a rank's")
     below.append(f"sequence_parallel: {plan.sequence_reason or 'possible'}")
     below += [f"note: {note}" for note in plan.notes]
     return found, below

@@ -79,6 +79,8 @@ class BlockSplit:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """Of the block's parameters, by name relative to the block."""
     attributes: tuple[Attribute, ...] = ()
+    whole_sizes: bool = False
+    """Whether its code asks for views by sizes of the whole (`WholeSizes`)."""
     inputs: tuple[TensorSlice, ...] = ()
     """Arguments of which a rank's region takes its part."""
     entering: tuple[Path, ...] = ()

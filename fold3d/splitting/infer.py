@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from fold3d.splitting.sites import Site
 from fold3d.tensor_parallel.install import set_attribute, set_attributes
 from fold3d.tensor_parallel.linear import is_linear
 from fold3d.tensor_parallel.slices import paths_of, replace_argument, take_part
+from fold3d.tensor_parallel.whole_sizes import WholeSizes
 from fold3d.trace.coat import Coat
 
 
@@ -123,7 +125,7 @@ def module_of(probe: Probe, site: Site) -> str:
 
 
 def split_of(
-    probe: Probe, drafts: Sequence[Draft], tp: int, attributes: tuple[Attribute, ...], outputs: tuple[TensorSlice, ...]
+    probe: Probe, drafts: Sequence[Draft], tp: int, numbers: Divided, outputs: tuple[TensorSlice, ...]
 ) -> BlockSplit:
     """Returns the BlockSplit that divides these regions."""
     shards: dict[str, Shard] = {}
@@ -133,7 +135,8 @@ def split_of(
     return BlockSplit(
         groups=tuple(groups),
         shards=shards,
-        attributes=attributes,
+        attributes=numbers.attributes,
+        whole_sizes=numbers.whole_sizes,
         inputs=tuple(inputs.values()),
         entering=tuple(path for path in entering if all(path != one.path for one in inputs.values())),
         outputs=outputs,
@@ -220,6 +223,15 @@ def _reasons(probe: Probe, drafts: Sequence[Draft]) -> dict[str, str]:
     return reasons
 
 
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What a rank's code finds otherwise than the whole's."""
+
+    attributes: tuple[Attribute, ...] = ()
+    whole_sizes: bool = False
+    """Views are asked for by sizes of the whole."""
+
+
 _MOST = 4
 _CLOSE = 1e-9
 """Of what a rank computes to the whole run's part of it, in double precision."""
@@ -240,8 +252,8 @@ class Numbers:
         read = {(one.module, one.name) for one in found if self._matters(one)}
         self._candidates = [one for one in found if (one.module, one.name) in read]
 
-    def find(self, drafts: Sequence[Draft], known: tuple[Attribute, ...]) -> BlockSplit | None:
-        """Returns the split of these regions, with the attributes that it needs, or None if none are right.
+    def find(self, drafts: Sequence[Draft], known: Divided) -> BlockSplit | None:
+        """Returns the split of these regions, with the numbers that it needs, or None if none are right.
 
         Args:
             known: what the regions before the last one need.
@@ -253,13 +265,14 @@ class Numbers:
                 return split_of(self._probe, drafts, self._tp, chosen, outputs)
         return None
 
-    def _choices(self, known: tuple[Attribute, ...]) -> Iterator[tuple[Attribute, ...]]:
-        held = {(one.module, one.name) for one in known}
+    def _choices(self, known: Divided) -> Iterator[Divided]:
+        held = {(one.module, one.name) for one in known.attributes}
         others = [one for one in self._candidates if (one.module, one.name) not in held]
-        for number in range(_MOST + 1):
-            for more in itertools.combinations(others, number):
-                if len({(one.module, one.name) for one in more}) == number:
-                    yield (*known, *more)
+        for whole_sizes in (True,) if known.whole_sizes else (False, True):
+            for number in range(_MOST + 1):
+                for more in itertools.combinations(others, number):
+                    if len({(one.module, one.name) for one in more}) == number:
+                        yield Divided((*known.attributes, *more), whole_sizes)
 
     # -- candidates --
 
@@ -303,7 +316,7 @@ class Numbers:
         results: list[Any] = []
         for rank in range(self._tp):
             try:
-                with Coat() as coat:
+                with Coat() as coat, WholeSizes(self._tp) if split.whole_sizes else nullcontext():
                     set_attributes(coat, self._probe.block, split, rank)
                     seen = self._run(drafts, split, rank)
             except Exception:
@@ -428,20 +441,20 @@ def infer(
     numbers = Numbers(probe, tp)
     undone: set[str] = set()
     drafts: list[Draft] = []
-    attributes: tuple[Attribute, ...] = ()
+    needed = Divided()
     split = BlockSplit()
     for region in regions:
         if not held_whole.isdisjoint((*region.columns, *region.rows)):
             failures.update(dict.fromkeys(region.rows, "a module of its region is to be whole"))
             continue
         draft = Draft(region, align(probe, region, tp))
-        found = numbers.find([*drafts, draft], attributes)
+        found = numbers.find([*drafts, draft], needed)
         if found is None:
             undone |= region.rows.keys()
             failures.update(dict.fromkeys(region.rows, region.instead or UNEQUAL))
             continue
         drafts.append(draft)
-        attributes, split = found.attributes, found
+        needed, split = Divided(found.attributes, found.whole_sizes), found
     reasons = dict(split.reasons)
     for name, site in probe.sites.items():
         why = "whole: it is multiplied in two ways" if name in probe.in_two_ways else ""
@@ -450,6 +463,7 @@ def infer(
         groups=split.groups,
         shards=split.shards,
         attributes=split.attributes,
+        whole_sizes=split.whole_sizes,
         inputs=split.inputs,
         entering=split.entering,
         outputs=split.outputs,

@@ -26,6 +26,7 @@ from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argument, replace_leaf, take_part
 from fold3d.tensor_parallel.weight_reads import Unproved
 from fold3d.tensor_parallel.whole_results import LazyWhole, PutTogether, ReturnedParts, put_together
+from fold3d.tensor_parallel.whole_sizes import WholeSizes
 from fold3d.torch_private import in_backward
 from fold3d.trace.coat import Coat, Wrap
 
@@ -265,6 +266,8 @@ class _Installer:
                 for path in entering:
                     args, kwargs = replace_argument(args, kwargs, path, call.copy)
                 with contextlib.ExitStack() as drawing:
+                    if split.whole_sizes:
+                        drawing.enter_context(WholeSizes(ops.size))
                     if operators is not None:
                         drawing.enter_context(operators.around(args, kwargs))
                         drawing.enter_context(without_caches((args, kwargs)))
