@@ -126,6 +126,24 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _idle(block: nn.Module, split: BlockSplit) -> set[str]:
+    """Returns modules with parameters that do not run, such as a decoder's cross-attention without an encoder: nobody
+    can tell how to divide them, and a call that runs them is an error. Not those of a list of which others run, such
+    as experts: they will."""
+
+    def may_run(path: str) -> bool:
+        names = path.split(".")
+        lists = (".".join(names[:end]) for end in range(len(names)))
+        held = (one for one in lists if isinstance(block.get_submodule(one), (nn.ModuleList, nn.ModuleDict)))
+        return any(other not in split.unrun for one in held for other in run_below(one))
+
+    def run_below(path: str) -> set[str]:
+        holders = (name.rpartition(".")[0] for name, _ in block.named_parameters())
+        return {one for one in holders if one.startswith(f"{path}.")}
+
+    return {path for path in split.unrun if not may_run(path)}
+
+
 SMALL = 8
 """A block's weights that are held whole may be one part in so many of its parameters."""
 
@@ -134,11 +152,14 @@ def check_whole(name: str, block: nn.Module, split: BlockSplit, tp: int) -> None
     """Raises: ConfigError when more than a small part of a block would be whole on every rank and nobody said so."""
     sizes = {parameter: p.numel() for parameter, p in block.named_parameters()}
     total = sum(sizes.values())
+    idle = _idle(block, split)
     found: dict[str, int] = {}
     reasons: dict[str, str] = {}
     for parameter, size in sizes.items():
         shard = split.shards.get(parameter)
         if block.get_parameter(parameter).dim() < 2 or (shard is not None and not shard.is_replicated):
+            continue
+        if parameter.rpartition(".")[0] in idle:
             continue
         module = parameter if parameter in split.reasons else parameter.rpartition(".")[0]
         reason = split.reasons.get(module, "whole: no matrix product with it was seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_three_ranks() -> None:
     assert {shard.length(rank) for shard in found.shards.values() for rank in range(3)} == {8}
 
 
-def stacked(block: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+def stacked(block: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     class Stacked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,6 +192,35 @@ def test_products_that_are_no_linear_module(block: type[nn.Module]) -> None:
     found = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
     assert compare(model, batch, found) < 1e-10
     assert len(found.shards) >= 6
+
+
+class Idle(OwnBlock):
+    """Holds what does not run: a large module, or one of several alike."""
+
+    def __init__(self, in_a_list: bool) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)) if in_a_list else nn.Linear(8, 64)
+        self.first = 0 if in_a_list else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is not None:
+            x = x + torch.tanh(self.others[self.first](x))  # type: ignore[index]
+        return super().forward(x)
+
+
+def test_what_never_runs_stays_whole() -> None:
+    """As a decoder's cross-attention, of a model without an encoder."""
+    model, batch = stacked(lambda: Idle(False))
+    found = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+    assert compare(model, batch, found) < 1e-10
+    assert found.blocks["layers.0"].unrun == ("others",) and "layers.0.up.w" in found.shards
+
+
+def test_one_of_several_alike_will_run() -> None:
+    model, batch = stacked(lambda: Idle(True))
+    traced = trace_call(model, ["layers.0", "layers.1"], batch)
+    with pytest.raises(ConfigError, match=r"layers\.0\.others\.\d \(8, 8\) cannot be divided"):
+        plan_sharding(model, traced, batch, 2)
 
 
 def test_unknown_data_flow() -> None:
