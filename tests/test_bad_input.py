@@ -42,6 +42,14 @@ class Net(nn.Module):
         return rows if self.per_row else rows.mean()
 
 
+def test_processes_that_nobody_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train a model of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for settings in ({}, {"parallel": "auto", "global_batch_size": 8}):
+        with pytest.raises(ConfigError, match=r"one of 4 \(WORLD_SIZE\), .* call torch.distributed.init_process_group"):
+            Engine(Net(), ParallelConfig(blocks="layers", **settings), example=batch_of(), optimizer=SGD)
+
+
 def batch_of(rows: int = 4, start: float = 0.0) -> dict[str, Tensor]:
     return {"x": torch.arange(start, start + rows * 4).view(rows, 4) / 16}
 

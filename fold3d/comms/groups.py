@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from itertools import product
@@ -15,6 +16,7 @@ from fold3d.comms.shared_gloo import new_group
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.comms.world_group import WorldGroup
 from fold3d.device import is_accelerator
+from fold3d.errors import ConfigError
 from fold3d.topology import Submesh, Topology, V
 
 QUEUES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
@@ -22,6 +24,22 @@ QUEUES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 AGAINST = "_against"
 """Ends the name of a queue's group against its usual way, which is forward to the next stage, backward to the one
 before. Segments that run back send so."""
+
+
+def place_in_job() -> tuple[int, int]:
+    """Returns this process's rank and the number of processes.
+
+    Raises: ConfigError where it was started as one of several and nobody has connected them: each would train a model
+        of its own.
+    """
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            f"this process was started as one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), and torch.distributed is not "
+            "initialised: call torch.distributed.init_process_group() before you make the Engine"
+        )
+    return 0, 1
 
 
 class Groups:

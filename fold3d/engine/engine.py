@@ -12,13 +12,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from fold3d import schedule as schedules
 from fold3d.comms.consistency import all_or_none
-from fold3d.comms.groups import Groups
+from fold3d.comms.groups import Groups, place_in_job
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
@@ -129,8 +128,7 @@ class Engine(state.WholeState):
         weights = folder_of(model) if weights is None else weights
         check_compiled(config.tp, compile_options)
         check_model(model, config, weights)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, world = place_in_job()
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.config = config

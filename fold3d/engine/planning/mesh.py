@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from fold3d.comms.consistency import all_or_none
-from fold3d.comms.groups import Groups
+from fold3d.comms.groups import Groups, place_in_job
 from fold3d.comms.interface import host_identity
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import AUTO, BLOCKS, GRAPH, ParallelConfig, text_of_bytes
@@ -154,8 +152,7 @@ def decide_mesh(asked: Asked, kept: Decision | None = None) -> Decision:
     Raises: on every rank, ConfigError when no mesh is possible, MemoryLimitError when none fits into `memory_limit`,
         TraceError when the model must be cut and cannot be.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, world = place_in_job()
     begin = time.perf_counter()
     flat = Topology(dp=world, pp=1, rank=rank)
     supervisor = supervisor_of_engine(flat, asked.config.silence_seconds)
