@@ -5,8 +5,10 @@ the first run changed changes once per micro-batch.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from fold3d.stage.users_state import is_users_object, may_write_unseen
 from fold3d.trace.state import ABSENT, OTHER, PLAIN, attributes_of, holders, plain, same, set_attribute
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MOST_COPIED = 1 << 20
+"""Elements of a tensor that is copied although nobody has written to it so far."""
 
 
 class ModelValues:
@@ -150,8 +154,14 @@ class _Change(NamedTuple):
     after: Any
 
 
-Before = dict[StatePlace, Any]
-"""Of one micro-batch: what its runs changed, as it was before they did."""
+class Before(dict[StatePlace, Any]):
+    """Of one micro-batch: what its runs changed, and those of later ones since, as it was before they did.
+
+    Attributes:
+        afterwards: what is told of values that later micro-batches change; None: nobody asks.
+    """
+
+    afterwards: Afterwards | None = None
 
 
 class ChangedBuffers:
@@ -159,7 +169,8 @@ class ChangedBuffers:
     runs for every chunk; and those of a chunk's blocks, such as a batch norm's, where its forward runs twice.
 
     The first run changes them. Each later one finds what that one found, in tensors and containers of its own (so what
-    autograd saves of them stays valid), and leaves no traces.
+    autograd saves of them stays valid), and leaves no traces. What a micro-batch does not change itself (a maximum, a
+    mean of every other one) is kept for its later runs when a run of another micro-batch changes it.
 
     Of attributes numbers, text, None, tensors without a gradient, and lists, dictionaries, sets and tuples of them: a
     counter, a cache, a flag. Others stay as the last run left them, such as a loss that a layer keeps for later. So do
@@ -182,6 +193,9 @@ class ChangedBuffers:
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
         self._always_compares = may_write_unseen(model)
+        self._is_users = [is_users_object(one) for one in self._holders]
+        self._begun: dict[int, WeakValueDictionary[int, Before]] = defaultdict(WeakValueDictionary)
+        """By chunk, of the micro-batches that it has run."""
 
     @contextlib.contextmanager
     def of_chunk(
@@ -192,8 +206,10 @@ class ChangedBuffers:
         Args:
             before: of the micro-batch; what this run changes is put in.
             recomputes: the chunk will run again with this micro-batch, see `again`.
-            afterwards: is told of attributes that it has changed; None: nobody asks.
+            afterwards: is told of what it has changed; None: nobody asks.
+        Raises: SplitError when it writes for the first time to a large tensor, or to one of a library's module.
         """
+        before.afterwards = afterwards or before.afterwards
         self._first = chunk if self._first is None else min(self._first, chunk)
         in_front = chunk == self._first
         fixed = {place: value for place, value in before.items() if self._in_front[place.holder] and not in_front}
@@ -205,7 +221,7 @@ class ChangedBuffers:
         self._compared.add(mode)
         attributes = PlainAttributes(self._model, {number: self._holders[number] for number in watched})
         then = [
-            (place, tensor, _version(tensor), _copy(tensor) if compares or place in self._changing else tensor)
+            (place, tensor, _version(tensor), _copy(tensor) if compares or self._may_change(place, tensor) else tensor)
             for number, known in attributes.values.items()
             for place, tensor in self._tensors(number, known)
         ]
@@ -218,15 +234,43 @@ class ChangedBuffers:
                 afterwards.leave([(self._holders[place.holder], place.name) for place in behind])
             for place, old, version, value in then:
                 replaced = place.is_buffer and self._value(place) is not old
-                written = version != _version(old) or not _equal(value, old)
+                looks = compares or place in self._changing
+                written = version != _version(old) or (looks and not _equal(value, old))
                 if replaced or written:
                     self._changing.add(place)
-                    if value is not old or not written:
-                        before.setdefault(place, value)
+                    if value is old and written:
+                        raise self._unexpected(place)
+                    self._keep(chunk, before, place, value, self._value(place), value)
             for number, name, value, now in attributes.changed():
-                before.setdefault(StatePlace(number, name, False), _Change(value, now))
-                if afterwards is not None:
-                    afterwards.note(self._holders[number], name, now, is_buffer=False)
+                place = StatePlace(number, name, False)
+                self._keep(chunk, before, place, _Change(value, now), now, value, _Change(value, value))
+            self._begun[chunk][id(before)] = before
+
+    def _keep(
+        self, chunk: int, before: Before, place: StatePlace, kept: Any, now: Any, then: Any, others: Any = ABSENT
+    ) -> None:
+        """A run of `chunk` has changed a value.
+
+        Args:
+            before: of the run's micro-batch, for which `kept` is kept.
+            now: the value; `then`: the one before.
+            others: what is kept for micro-batches that have run before, and did not change it; ABSENT: `kept`.
+        """
+        for one in self._begun[chunk].values():
+            if one is not before:
+                _keep(one, self._holders[place.holder], place, kept if others is ABSENT else others, then)
+        _keep(before, self._holders[place.holder], place, kept, now)
+
+    def _may_change(self, place: StatePlace, tensor: Tensor) -> bool:
+        """Whether a tensor may be written to in the next run."""
+        return place in self._changing or (self._is_users[place.holder] and tensor.numel() <= _MOST_COPIED)
+
+    def _unexpected(self, place: StatePlace) -> SplitError:
+        return SplitError(
+            f"the model's forward writes to '{place.name}' (of {type(self._holders[place.holder]).__name__}), which no "
+            "forward before has done, and it runs several times in this process, which would find other values there: "
+            'set it to another tensor instead, or set segments=1 and recompute="none"'
+        )
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -269,6 +313,13 @@ class ChangedBuffers:
             for name, value in names.items():
                 if isinstance(value, Tensor):
                     yield StatePlace(number, name, is_buffer), value
+
+
+def _keep(before: Before, holder: object, place: StatePlace, kept: Any, found: Any) -> None:
+    """Puts `kept` into `before`, and has the loss function find `found`, unless there is something already."""
+    before.setdefault(place, kept)
+    if before.afterwards is not None:
+        before.afterwards.note(holder, place.name, found, is_buffer=place.is_buffer)
 
 
 class _Found(NamedTuple):

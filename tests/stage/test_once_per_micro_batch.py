@@ -249,6 +249,97 @@ def test_plain_attributes_in_stages(ranks: RankPool) -> None:
         assert found[-1][rank::2] == [6, 6], "its own layers"
 
 
+class Sometimes(nn.Module):
+    """Keeps what only some of its forwards change, or only later ones."""
+
+    mean: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.runs, self.memory = way, 0, Memory(last=torch.zeros(4, dtype=torch.float64))
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.kept = torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        new = x.detach().mean(0)
+        if self.way == "a number of an object":
+            self.memory.count = max(self.memory.count, int(100 * new[0].item()))
+        elif self.way == "a tensor of an object" and self.memory.last is not None:
+            self.memory.last.mul_(0.5).add_(new)
+        elif self.way == "a buffer, in place" and self.runs > 6:
+            self.mean.mul_(0.5).add_(new)
+        elif self.way == "a tensor, in place" and self.runs > 6:
+            self.kept.mul_(0.5).add_(new)
+        elif self.way == "another buffer" and self.runs % 2:
+            self.mean = 0.5 * self.mean + new
+        assert self.memory.last is not None
+        x = x - self.mean - self.kept - self.memory.last - 0.01 * self.memory.count
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def of_what_changes_sometimes(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    out: Any = model(**batch)
+    one: Any = model
+    kept = one.mean.sum() + one.memory.last.sum() + 0.01 * one.memory.count
+    return out.square().mean() * (1 + kept)  # type: ignore[no-any-return]
+
+
+SOMETIMES = [
+    *("a number of an object", "a tensor of an object"),
+    *("a buffer, in place", "a tensor, in place", "another buffer"),
+]
+
+
+def changed_sometimes(way: str, layout: dict[str, Any]) -> list[float]:
+    """Returns the losses of four steps of three micro-batches."""
+    torch.manual_seed(0)
+    engine = Engine(Sometimes(way), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = []
+    for _ in range(4):
+        batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+        losses.append(engine.run(batches, of_what_changes_sometimes).item())
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("way", SOMETIMES)
+def test_what_only_some_micro_batches_change(ranks: RankPool, way: str) -> None:
+    """Later runs of a micro-batch, and its loss, found what others had made of a value that it did not change itself,
+    and the first that wrote to a tensor wrote again for each chunk."""
+    alone = changed_sometimes(way, {"segments": 1})
+    for recompute in ("none", "full"):
+        layout = {"segments": 2, "recompute": recompute}
+        assert changed_sometimes(way, layout) == pytest.approx(alone, rel=1e-12)
+        assert ranks.run(changed_sometimes, 2, way, {"pp": 2, **layout}) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_large_tensors_that_are_written_to_later() -> None:
+    class Large(Sometimes):
+        def __init__(self) -> None:
+            super().__init__("")
+            self.register_buffer("table", torch.zeros(1 << 20, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.runs > 2:
+                self.get_buffer("table")[0] += 1
+            return super().forward(x).square().mean()
+
+    engine = Engine(Large(), ParallelConfig(segments=2, micro_batches=2, blocks="layers"), optimizer=SGD)
+    batch = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    engine.step(batch)
+    with pytest.raises(fold3d.Fold3dError, match=r"forward writes to 'table' \(of Large\)"):
+        for _ in range(2):
+            engine.step(batch)
+    engine.close()
+
+
 class Prepares(nn.Module):
     """Registers its hooks when it first runs, as transformers' models do when hidden states are first asked for."""
 
