@@ -240,6 +240,9 @@ class _Carried(Tensor):
     def __getattr__(self, name: str) -> Any:
         _refuse(self.__dict__["carried"])  # it stands for an object
 
+    def __deepcopy__(self, memo: Any) -> _Carried:
+        return self  # a copy of the module that has it, for a recording, reads nothing
+
 
 _READS_NOTHING = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"} | {
     "append", "appendleft", "extend", "extendleft", "add", "update", "__iadd__", "__ior__", "__class_getitem__",
@@ -277,10 +280,14 @@ def _carried_kind(kind: Any) -> Any:
     def delete_item(self: Any, key: Any) -> None:
         empty(self) if key == _ALL and issubclass(kind, list) else _refuse(vars(self)["carried"])
 
+    def itself(self: Any, memo: Any) -> Any:
+        return self
+
     writes = {"clear": empty, "__setitem__": set_item, "__delitem__": delete_item}
     reads = [name for name in dir(kind) if name not in _READS_NOTHING and callable(getattr(kind, name))]
     members: dict[str, Any] = {name: refused(name) for name in reads} | writes
-    return type(kind.__name__, (kind,), {name: one for name, one in members.items() if hasattr(kind, name)})
+    members = {name: one for name, one in members.items() if hasattr(kind, name)}
+    return type(kind.__name__, (kind,), members | {"__deepcopy__": itself})
 
 
 def carried_container(name: str, value: Any, kept: Container[Any]) -> Any:

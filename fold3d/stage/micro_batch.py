@@ -34,8 +34,8 @@ class MicroBatch:
     key: DropoutKey | None
     """None in an evaluation, which leaves the generators alone."""
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
-    before: Before = field(default_factory=dict, repr=False, compare=False)
-    """Buffers that forwards have changed, as they were."""
+    before: Before = field(default_factory=Before, repr=False, compare=False)
+    """Buffers and attributes that forwards have changed, as they were."""
     afterwards: Afterwards = field(default_factory=Afterwards, repr=False, compare=False)
     """What forwards have changed, as it then was, for the loss function."""
     kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)

@@ -5,17 +5,32 @@ the first run changed changes once per micro-batch.
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
 from fold3d.stage.users_state import is_users_object, may_write_unseen
-from fold3d.trace.state import ABSENT, OTHER, PLAIN, attributes_of, holders, plain, same, set_attribute
+from fold3d.trace.state import (
+    ABSENT,
+    CONTAINERS,
+    MOST_COPIED,
+    OTHER,
+    PLAIN,
+    attributes_of,
+    holders,
+    plain,
+    same,
+    set_attribute,
+)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -44,8 +59,11 @@ class ModelValues:
         for module, name, buffer in moved:
             module._buffers[name] = buffer
         attributes = list(self._attributes.changed())
+        shared: dict[int, Any] = {}  # what several have is one copy
         for path, name, value, _ in attributes:
-            set_attribute(self._holders[path], name, value)
+            own = attributes_of(self._holders[path]).get(name, ABSENT)
+            is_shared = type(own) is type(value) and type(value) not in PLAIN
+            set_attribute(self._holders[path], name, shared.setdefault(id(own), value) if is_shared else value)
         names = dict.fromkeys(f"{type(self._holders[path]).__name__}.{name}" for path, name, _, _ in attributes)
         return bool(changed or moved), list(names)
 
@@ -150,8 +168,18 @@ class _Change(NamedTuple):
     after: Any
 
 
-Before = dict[StatePlace, Any]
-"""Of one micro-batch: what its runs changed, as it was before they did."""
+class Before(dict[StatePlace, Any]):
+    """Of one micro-batch: what its runs changed, and those of later ones since, as it was before they did.
+
+    Attributes:
+        afterwards: what is told of values that later micro-batches change; None: nobody asks.
+    """
+
+    afterwards: Afterwards | None = None
+
+    def tell(self, afterwards: Afterwards | None) -> None:
+        """Sets `afterwards`, unless it is None."""
+        self.afterwards = afterwards or self.afterwards
 
 
 class ChangedBuffers:
@@ -159,7 +187,8 @@ class ChangedBuffers:
     runs for every chunk; and those of a chunk's blocks, such as a batch norm's, where its forward runs twice.
 
     The first run changes them. Each later one finds what that one found, in tensors and containers of its own (so what
-    autograd saves of them stays valid), and leaves no traces.
+    autograd saves of them stays valid), and leaves no traces. What a micro-batch does not change itself (a maximum, a
+    mean of every other one) is kept for its later runs when a run of another micro-batch changes it.
 
     Of attributes numbers, text, None, tensors without a gradient, and lists, dictionaries, sets and tuples of them: a
     counter, a cache, a flag. Others stay as the last run left them, such as a loss that a layer keeps for later. So do
@@ -182,6 +211,9 @@ class ChangedBuffers:
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
         self._always_compares = may_write_unseen(model)
+        self._is_users = [is_users_object(one) for one in self._holders]
+        self._begun: dict[int, WeakValueDictionary[int, Before]] = defaultdict(WeakValueDictionary)
+        """By chunk, of the micro-batches that it has run."""
 
     @contextlib.contextmanager
     def of_chunk(
@@ -192,8 +224,10 @@ class ChangedBuffers:
         Args:
             before: of the micro-batch; what this run changes is put in.
             recomputes: the chunk will run again with this micro-batch, see `again`.
-            afterwards: is told of attributes that it has changed; None: nobody asks.
+            afterwards: is told of what it has changed; None: nobody asks.
+        Raises: SplitError when it writes for the first time to a large tensor, or to one of a library's module.
         """
+        before.tell(afterwards)
         self._first = chunk if self._first is None else min(self._first, chunk)
         in_front = chunk == self._first
         fixed = {place: value for place, value in before.items() if self._in_front[place.holder] and not in_front}
@@ -205,10 +239,17 @@ class ChangedBuffers:
         self._compared.add(mode)
         attributes = PlainAttributes(self._model, {number: self._holders[number] for number in watched})
         then = [
-            (place, tensor, _version(tensor), _copy(tensor) if compares or place in self._changing else tensor)
+            (place, tensor, _version(tensor), _copy(tensor) if compares or self._may_change(place, tensor) else tensor)
             for number, known in attributes.values.items()
             for place, tensor in self._tensors(number, known)
         ]
+        inside = [
+            (place, tensors, value, copy.deepcopy(value) if compares or self._may_change(place, *tensors) else None)
+            for number, known in attributes.values.items()
+            for place, value, tensors in _with_tensors(number, known)
+        ]
+        copied = {place: kept for place, _, _, kept in inside if kept is not None}
+        versions = [[_version(one) for one in tensors] for _, tensors, _, _ in inside]
         behind: list[StatePlace] = []
         try:
             with self._holding(fixed, behind):
@@ -218,15 +259,59 @@ class ChangedBuffers:
                 afterwards.leave([(self._holders[place.holder], place.name) for place in behind])
             for place, old, version, value in then:
                 replaced = place.is_buffer and self._value(place) is not old
-                written = version != _version(old) or not _equal(value, old)
+                looks = compares or place in self._changing
+                written = version != _version(old) or (looks and not _equal(value, old))
                 if replaced or written:
                     self._changing.add(place)
-                    if value is not old or not written:
-                        before.setdefault(place, value)
+                    if value is old and written:
+                        raise self._unexpected(place)
+                    self._keep(chunk, before, place, value, self._value(place), value)
+            for (place, tensors, _, kept), before_that in zip(inside, versions, strict=True):
+                copies = tensors if kept is None else _tensors_in(kept)
+                if before_that == list(map(_version, tensors)) and all(map(_equal, copies, tensors)):
+                    continue
+                self._changing.add(place)
+                if kept is None:
+                    raise self._unexpected(place)
+                now = plain(self._value(place))
+                now = now if now is OTHER else copy.deepcopy(now)
+                self._keep(chunk, before, place, _Change(kept, now), now, kept, _Change(kept, kept))
             for number, name, value, now in attributes.changed():
-                before.setdefault(StatePlace(number, name, False), _Change(value, now))
-                if afterwards is not None:
-                    afterwards.note(self._holders[number], name, now, is_buffer=False)
+                place = StatePlace(number, name, False)
+                then_value = copied.get(place, value)  # with tensors that nobody writes to
+                if type(now) in CONTAINERS and self._may_change(place, *_tensors_in(now)):
+                    now = copy.deepcopy(now)
+                self._keep(
+                    chunk, before, place, _Change(then_value, now), now, then_value, _Change(then_value, then_value)
+                )
+            self._begun[chunk][id(before)] = before
+
+    def _keep(
+        self, chunk: int, before: Before, place: StatePlace, kept: Any, now: Any, then: Any, others: Any = ABSENT
+    ) -> None:
+        """A run of `chunk` has changed a value.
+
+        Args:
+            before: of the run's micro-batch, for which `kept` is kept.
+            now: the value; `then`: the one before.
+            others: what is kept for micro-batches that have run before, and did not change it; ABSENT: `kept`.
+        """
+        for one in self._begun[chunk].values():
+            if one is not before:
+                _keep(one, self._holders[place.holder], place, kept if others is ABSENT else others, then)
+        _keep(before, self._holders[place.holder], place, kept, now)
+
+    def _may_change(self, place: StatePlace, *tensors: Tensor) -> bool:
+        """Whether tensors that are kept there may be written to in the next run."""
+        is_small = sum(one.numel() for one in tensors) <= MOST_COPIED
+        return place in self._changing or (self._is_users[place.holder] and is_small)
+
+    def _unexpected(self, place: StatePlace) -> SplitError:
+        return SplitError(
+            f"the model's forward writes to '{place.name}' (of {type(self._holders[place.holder]).__name__}), which no "
+            "forward before has done, and it runs several times in this process, which would find other values there: "
+            'set it to another tensor instead, or set segments=1 and recompute="none"'
+        )
 
     @contextlib.contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -236,20 +321,22 @@ class ChangedBuffers:
 
     @contextlib.contextmanager
     def _holding(self, values: Mapping[StatePlace, Any], behind: list[StatePlace] | None = None) -> Iterator[None]:
-        """Has the modules hold copies of `values` for a while, a buffer of several modules the same copy.
+        """Has the modules hold copies of `values` for a while, what several have is one copy.
 
         Args:
             behind: gets the attributes that stay as the run left them: code behind the blocks has changed them, too.
         """
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Any] = {}
         held: list[tuple[StatePlace, Any]] = []
         for place, kept in values.items():
             value = kept.before if isinstance(kept, _Change) else kept
             own = self._value(place)
             held.append((place, own))
-            if isinstance(value, Tensor):
-                value = copies.setdefault(id(own if isinstance(own, Tensor) else value), _copy(value))
-            _put(self._holders[place.holder], place.is_buffer, place.name, plain(value))
+            if type(value) not in PLAIN and value is not ABSENT:
+                shared = id(own if type(own) is type(value) else value)
+                copied = copy.deepcopy if place in self._changing else plain
+                value = copies.setdefault(shared, _copy(value) if isinstance(value, Tensor) else copied(value))
+            _put(self._holders[place.holder], place.is_buffer, place.name, value)
         try:
             yield
         finally:
@@ -269,6 +356,24 @@ class ChangedBuffers:
             for name, value in names.items():
                 if isinstance(value, Tensor):
                     yield StatePlace(number, name, is_buffer), value
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def _with_tensors(number: int, attributes: Mapping[str, Any]) -> Iterator[tuple[StatePlace, Any, list[Tensor]]]:
+    """Yields containers among the attributes of a holder that have tensors, and these."""
+    for name, value in attributes.items():
+        if type(value) in CONTAINERS and (tensors := _tensors_in(value)):
+            yield StatePlace(number, name, False), value, tensors
+
+
+def _keep(before: Before, holder: object, place: StatePlace, kept: Any, found: Any) -> None:
+    """Puts `kept` into `before`, and has the loss function find `found`, unless there is something already."""
+    before.setdefault(place, kept)
+    if before.afterwards is not None:
+        before.afterwards.note(holder, place.name, found, is_buffer=place.is_buffer)
 
 
 class _Found(NamedTuple):
@@ -428,9 +533,11 @@ def _write(buffer: Tensor, value: Tensor) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())
-    return same(plain(one), other)
+    return same(one if isinstance(one, Tensor) else plain(one), other, _are_alike)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and _equal(one.detach(), other.detach())
 
 
 def _copy(tensor: Tensor) -> Tensor:

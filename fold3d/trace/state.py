@@ -4,13 +4,19 @@ that these hold (`holders`), and which of them code behind the blocks changes (`
 
 from __future__ import annotations
 
+import array
+import copy
+import dataclasses
 import functools
+import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -23,6 +29,8 @@ CONTAINERS: frozenset[type] = frozenset((dict, OrderedDict, defaultdict, list, t
 """Of values in which it may keep others."""
 MOST = 1000
 """Entries of a container that is looked into: a data set has more."""
+MOST_COPIED = 1 << 20
+"""Elements of tensors and arrays that are copied although nobody has written to them so far."""
 ABSENT = object()
 """In the place of a value that is not there."""
 OTHER = object()
@@ -94,8 +102,9 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def plain(value: Any, *, others: bool = False) -> Any:
-    """Returns `value`, in containers of its own, if it is plain: of PLAIN, a tensor without a gradient, or such in
-    containers.
+    """Returns `value`, in containers, arrays and random generators of its own, if it is plain: of PLAIN, a tensor
+    without a gradient, another number or text, an array, a random generator, or such in containers and in frozen data
+    classes.
 
     Args:
         others: other objects stay what they are; else a value with one is OTHER.
@@ -103,8 +112,11 @@ def plain(value: Any, *, others: bool = False) -> Any:
     kind = type(value)
     if kind in PLAIN or value is ABSENT or (isinstance(value, Tensor) and not value.requires_grad):
         return value
-    if kind not in CONTAINERS or (others and len(value) > MOST):
-        return value if others else OTHER
+    if kind not in CONTAINERS:
+        copied = _copied(kind)
+        return copied(value, others) if copied is not None else value if others else OTHER
+    if others and len(value) > MOST:
+        return value
     inside = [plain(one, others=others) for one in (value.values() if isinstance(value, dict) else value)]
     if any(one is OTHER for one in inside):
         return OTHER
@@ -114,16 +126,104 @@ def plain(value: Any, *, others: bool = False) -> Any:
     return deque(made, value.maxlen) if kind is deque else kind(made)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same plain ones; a tensor, and any other object, is only itself."""
+_Copied = Callable[[Any, bool], Any]
+
+
+def _how_copied(kind: type) -> _Copied | None:
+    if issubclass(kind, (Enum, np.generic, *PLAIN)):
+        return lambda value, others: value
+    if issubclass(kind, tuple):
+        return _copied_tuple if hasattr(kind, "_make") else None
+    if issubclass(kind, torch.Generator):
+        return _copied_generator
+    if kind in (random.Random, np.random.RandomState, np.random.Generator):
+        return lambda value, others: copy.deepcopy(value)
+    if kind is np.ndarray:
+        return lambda value, others: value.copy() if value.size <= MOST_COPIED else value if others else OTHER
+    if kind in (bytearray, array.array):
+        return lambda value, others: copy.copy(value)
+    if issubclass(kind, (dict, list, set, deque)):
+        return _copied_container
+    return _copied_fields if dataclasses.is_dataclass(kind) and _is_frozen(kind) else None
+
+
+_copied: Callable[[type], _Copied | None] = functools.lru_cache(maxsize=1024)(_how_copied)
+"""Returns what `plain` does with values of a class that is not in PLAIN or CONTAINERS; None: nothing."""
+
+
+def _copied_generator(value: torch.Generator, others: bool) -> Any:
+    if value is torch.default_generator:  # it is seeded for each micro-batch
+        return value if others else OTHER
+    return value.clone_state()
+
+
+def _is_frozen(kind: Any) -> bool:
+    return bool(kind.__dataclass_params__.frozen)
+
+
+def _copied_tuple(value: Any, others: bool) -> Any:
+    inside = plain(tuple(value), others=others)
+    return inside if inside is OTHER else type(value)._make(inside)
+
+
+def _copied_container(value: Any, others: bool) -> Any:
+    """Of a class of its own: `collections.Counter`, say."""
+    base: Any = next(one for one in (OrderedDict, dict, list, set, deque) if isinstance(value, one))
+    inside = plain(deque(value, value.maxlen) if base is deque else base(value), others=others)
+    if inside is OTHER or len(value) > MOST:
+        return value if others else OTHER
+    made = copy.copy(value)
+    base.clear(made)
+    (base.extend if base in (list, deque) else base.update)(made, inside)
+    return made
+
+
+def _copied_fields(value: Any, others: bool) -> Any:
+    made = copy.copy(value)
+    for one in dataclasses.fields(value):
+        inside = plain(getattr(value, one.name, ABSENT), others=others)
+        if inside is OTHER:
+            return OTHER
+        if inside is not ABSENT:
+            object.__setattr__(made, one.name, inside)
+    return made
+
+
+def _generator_state(one: Any) -> Any:
+    """Returns a random generator's state, plain; None for other values."""
+    if isinstance(one, torch.Generator):
+        return one.device.type, one.get_state().numpy()
+    if isinstance(one, random.Random):
+        return one.getstate()
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state
+    return one.get_state(legacy=False) if isinstance(one, np.random.RandomState) else None
+
+
+def same(one: Any, other: Any, are_same: Callable[[Tensor, Tensor], bool] | None = None) -> bool:
+    """Whether two values are the same plain ones; any other object is only itself.
+
+    Args:
+        are_same: which tensors are the same; None: each is only itself.
+    """
     kind = type(one)
     if one is other or kind is not type(other):
         return one is other
+    if isinstance(one, Tensor):
+        return are_same is not None and bool(are_same(one, other))
     if isinstance(one, dict):
-        return list(one) == list(other) and same(list(one.values()), list(other.values()))
-    if kind in (list, tuple, deque):
-        return len(one) == len(other) and all(map(same, one, other))
-    return kind in (*PLAIN, set, frozenset) and bool(one == other)
+        return list(one) == list(other) and same(list(one.values()), list(other.values()), are_same)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(same(mine, its, are_same) for mine, its in zip(one, other, strict=True))
+    if isinstance(one, np.ndarray):
+        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if (state := _generator_state(one)) is not None:
+        return same(state, _generator_state(other))
+    if dataclasses.is_dataclass(kind) and _is_frozen(kind):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same(getattr(one, name, ABSENT), getattr(other, name, ABSENT), are_same) for name in names)
+    is_known = isinstance(one, (*PLAIN, set, frozenset, bytearray, array.array, np.generic))
+    return is_known and bool(one == other)
 
 
 class StateBehind:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -247,6 +248,192 @@ def test_plain_attributes_in_stages(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(remembered, 2, {"pp": 2, "segments": 2, "recompute": "full"})):
         assert found[0] == pytest.approx(alone[0], rel=1e-12) and found[1:-1] == alone[1:-1]
         assert found[-1][rank::2] == [6, 6], "its own layers"
+
+
+class Sometimes(nn.Module):
+    """Keeps what only some of its forwards change, or only later ones."""
+
+    mean: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.runs, self.memory = way, 0, Memory(last=torch.zeros(4, dtype=torch.float64))
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.kept = torch.zeros(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        new = x.detach().mean(0)
+        if self.way == "a number of an object":
+            self.memory.count = max(self.memory.count, int(100 * new[0].item()))
+        elif self.way == "a tensor of an object" and self.memory.last is not None:
+            self.memory.last.mul_(0.5).add_(new)
+        elif self.way == "a buffer, in place" and self.runs > 6:
+            self.mean.mul_(0.5).add_(new)
+        elif self.way == "a tensor, in place" and self.runs > 6:
+            self.kept.mul_(0.5).add_(new)
+        elif self.way == "another buffer" and self.runs % 2:
+            self.mean = 0.5 * self.mean + new
+        assert self.memory.last is not None
+        x = x - self.mean - self.kept - self.memory.last - 0.01 * self.memory.count
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def of_what_changes_sometimes(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    out: Any = model(**batch)
+    one: Any = model
+    kept = one.mean.sum() + one.memory.last.sum() + 0.01 * one.memory.count
+    return out.square().mean() * (1 + kept)  # type: ignore[no-any-return]
+
+
+SOMETIMES = [
+    *("a number of an object", "a tensor of an object"),
+    *("a buffer, in place", "a tensor, in place", "another buffer"),
+]
+
+
+def changed_sometimes(way: str, layout: dict[str, Any]) -> list[float]:
+    """Returns the losses of four steps of three micro-batches."""
+    torch.manual_seed(0)
+    engine = Engine(Sometimes(way), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    losses = []
+    for _ in range(4):
+        batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+        losses.append(engine.run(batches, of_what_changes_sometimes).item())
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("way", SOMETIMES)
+def test_what_only_some_micro_batches_change(ranks: RankPool, way: str) -> None:
+    """Later runs of a micro-batch, and its loss, found what others had made of a value that it did not change itself,
+    and the first that wrote to a tensor wrote again for each chunk."""
+    alone = changed_sometimes(way, {"segments": 1})
+    for recompute in ("none", "full"):
+        layout = {"segments": 2, "recompute": recompute}
+        assert changed_sometimes(way, layout) == pytest.approx(alone, rel=1e-12)
+        assert ranks.run(changed_sometimes, 2, way, {"pp": 2, **layout}) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_large_tensors_that_are_written_to_later() -> None:
+    class Large(Sometimes):
+        def __init__(self) -> None:
+            super().__init__("")
+            self.register_buffer("table", torch.zeros(1 << 20, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.runs > 2:
+                self.get_buffer("table")[0] += 1
+            return super().forward(x).square().mean()
+
+    engine = Engine(Large(), ParallelConfig(segments=2, micro_batches=2, blocks="layers"), optimizer=SGD)
+    batch = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    engine.step(batch)
+    with pytest.raises(fold3d.Fold3dError, match=r"forward writes to 'table' \(of Large\)"):
+        for _ in range(2):
+            engine.step(batch)
+    engine.close()
+
+
+class Moments(NamedTuple):
+    count: int
+    mean: Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    scale: float = 1.0
+
+
+class Mode(Enum):
+    FIRST = 1.0
+    SECOND = 2.0
+
+
+class Tally(Counter[int]):
+    pass
+
+
+class OtherKinds(nn.Module):
+    """Keeps values of many kinds in front of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.moments, self.settings, self.mode = Moments(0, torch.zeros(4, dtype=torch.float64)), Settings(), Mode.FIRST
+        self.counts, self.number, self.array = Tally(), np.float64(1.0), np.zeros(4)
+        self.draws, self.numpy_draws = random.Random(1), np.random.default_rng(1)
+        self.old_draws, self.torch_draws = np.random.RandomState(1), torch.Generator().manual_seed(1)
+        self.same_draws = self.torch_draws
+        self.averages: dict[str, Any] = defaultdict(dict)
+        self.log: list[float] = []
+        self.same_log = self.log
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        new, one = x.detach().mean(0), x.detach().mean().item()
+        scale, shift = 1.0, torch.zeros(4, dtype=torch.float64)
+        if way == "named tuple":
+            self.moments = Moments(self.moments.count + 1, 0.5 * self.moments.mean + new)
+            scale, shift = self.moments.count, self.moments.mean
+        elif way == "frozen dataclass":
+            self.settings = replace(self.settings, scale=self.settings.scale + one)
+            scale = self.settings.scale
+        elif way == "enum":
+            self.mode = Mode.SECOND if self.mode is Mode.FIRST else Mode.FIRST
+            scale = self.mode.value
+        elif way == "counter":
+            self.counts[int(one > 0)] += 1
+            scale = 1 + self.counts[1] / self.counts.total()
+        elif way == "numpy":
+            self.number = 0.5 * self.number + np.float64(one)
+            self.array *= 0.5
+            self.array += self.number
+            shift = torch.from_numpy(self.array.copy())
+        elif way == "generators":
+            scale = self.draws.random() + float(self.numpy_draws.random()) + self.old_draws.randn()
+            shift = torch.rand(4, generator=self.torch_draws, dtype=torch.float64)
+            shift = shift * torch.rand(4, generator=self.same_draws, dtype=torch.float64)
+        elif way == "tensors in containers":
+            average = self.averages["all"].setdefault("mean", torch.zeros(4, dtype=torch.float64))
+            shift = average.lerp_(new, 0.3).clone()
+        elif way == "shared list":
+            self.log.append(one)
+            scale = sum(self.same_log)
+        x = scale * x - shift
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def with_other_kinds(way: str, layout: dict[str, Any]) -> list[float]:
+    """Returns the losses of three steps of four micro-batches."""
+    torch.manual_seed(0)
+    engine = Engine(OtherKinds(), ParallelConfig(micro_batches=4, blocks="layers", **layout), optimizer=SGD)
+    losses = [engine.step({"x": torch.randn(16, 4, dtype=torch.float64), "way": way}).loss.item() for _ in range(3)]
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("named tuple", "frozen dataclass", "enum", "counter", "numpy", "generators"),
+        *("tensors in containers", "shared list"),
+    ],
+)
+def test_values_of_other_kinds(ranks: RankPool, way: str) -> None:
+    """They changed once per chunk."""
+    alone = with_other_kinds(way, {"segments": 1})
+    for recompute in ("none", "full"):
+        layout = {"segments": 2, "recompute": recompute}
+        assert with_other_kinds(way, layout) == pytest.approx(alone, rel=1e-12)
+    assert ranks.run(with_other_kinds, 2, way, {"pp": 2, **layout}) == [pytest.approx(alone, rel=1e-12)] * 2
 
 
 class Prepares(nn.Module):
