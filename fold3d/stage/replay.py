@@ -212,6 +212,8 @@ class ChangedBuffers:
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
         self._always_compares = may_write_unseen(model)
         self._is_users = [is_users_object(one) for one in self._holders]
+        self._known = set(map(id, self._holders))
+        self._users = [(path, one) for path, one in model.named_modules() if is_users_object(one)]
         self._begun: dict[int, WeakValueDictionary[int, Before]] = defaultdict(WeakValueDictionary)
         """By chunk, of the micro-batches that it has run."""
 
@@ -251,9 +253,11 @@ class ChangedBuffers:
         copied = {place: kept for place, _, _, kept in inside if kept is not None}
         versions = [[_version(one) for one in tensors] for _, tensors, _, _ in inside]
         behind: list[StatePlace] = []
+        made = self._made_meanwhile()
         try:
             with self._holding(fixed, behind):
                 yield
+            self._refuse_changes(made)
         finally:
             if afterwards is not None:
                 afterwards.leave([(self._holders[place.holder], place.name) for place in behind])
@@ -285,6 +289,24 @@ class ChangedBuffers:
                     chunk, before, place, _Change(then_value, now), now, then_value, _Change(then_value, then_value)
                 )
             self._begun[chunk][id(before)] = before
+
+    def _made_meanwhile(self) -> dict[int, tuple[str, object, dict[str, Any]]]:
+        """Returns objects of the user's that modules hold, and did not when this was made, with their attributes."""
+        return {
+            id(one): (path, one, {name: plain(value, others=True) for name, value in attributes_of(one).items()})
+            for path, one in (holders(self._users) if self._users else {}).items()
+            if id(one) not in self._known and is_users_object(one)
+        }
+
+    def _refuse_changes(self, before: Mapping[int, tuple[str, object, dict[str, Any]]]) -> None:
+        now = self._made_meanwhile() if before else {}
+        for key, (path, one, values) in before.items():
+            if key in now and not same(values, now[key][2]):
+                raise SplitError(
+                    f"a forward of the model has made '{path}' (of class {type(one).__name__}), and this one changes "
+                    "it. Where a model is cut its forward runs several times with each micro-batch, and would change "
+                    'it each time: make it in __init__, or set pp=1, segments=1 and recompute="none"'
+                )
 
     def _keep(
         self, chunk: int, before: Before, place: StatePlace, kept: Any, now: Any, then: Any, others: Any = ABSENT

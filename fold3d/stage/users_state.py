@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
-from fold3d.trace.state import ABSENT, MOST, PLAIN, PYTHONS_OWN, slots_of
+from fold3d.trace.state import ABSENT, MOST, PLAIN, PYTHONS_OWN, attributes_of, holders, slots_of
 from fold3d.trace.wrappers import users_hooks
 
 _PLAIN = tuple(PLAIN)
@@ -307,7 +307,7 @@ def may_write_unseen(model: nn.Module) -> bool:
 
 
 class SharedValues:
-    """Global variables and attributes of classes that the forwards of the user's modules use.
+    """Global variables, attributes of classes and variables of functions that the forwards of the user's modules use.
 
     Where a model is cut, chunks of other micro-batches run between those of one, and other chunks in other processes:
     what counts there, counts otherwise than in one process. What is made once, such as a table of masks, does not.
@@ -315,9 +315,15 @@ class SharedValues:
 
     def __init__(self, model: nn.Module) -> None:
         kinds = dict.fromkeys(type(module) for module in model.modules() if _is_users(type(module).__module__))
-        functions = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+        functions: list[Any] = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+        held = holders((name, one) for name, one in model.named_modules() if type(one) in kinds)
+        called = (FunctionType, MethodType, functools.partial)
+        functions += [one for each in held.values() for one in attributes_of(each).values() if isinstance(one, called)]
+        known = set(map(id, held.values()))  # what they keep is looked at with the modules
         self._spaces = [
-            space for space in namespaces_of([*functions, *kinds], model) if not isinstance(space.owner, nn.Module)
+            space
+            for space in namespaces_of([*functions, *kinds], model)
+            if not isinstance(space.owner, nn.Module) and id(space.owner) not in known
         ]
         self._flags: set[tuple[int, str]] = set()
 

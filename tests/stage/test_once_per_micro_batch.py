@@ -436,6 +436,83 @@ def test_values_of_other_kinds(ranks: RankPool, way: str) -> None:
     assert ranks.run(with_other_kinds, 2, way, {"pp": 2, **layout}) == [pytest.approx(alone, rel=1e-12)] * 2
 
 
+class Stateful(nn.Module):
+    """Counts its runs where fold3d does not follow it, or where it does; `way` says where."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.memory: Memory | None = None
+        self.memories: dict[int, Memory] = {}
+        self.count = counting() if way == "closure" else functools.partial(counted, state={"count": 0})
+        self.last: Memory | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way in ("closure", "partial"):
+            x = x / self.count()
+        elif self.way == "made late":
+            self.memory = self.memory or Memory()
+            self.memory.count += 1
+            x = x / self.memory.count
+        elif self.way == "made late, in a dictionary":
+            memory = self.memories.setdefault(len(x), Memory())
+            memory.count += 1
+            x = x / memory.count
+        elif self.way == "made each time":
+            self.last = Memory(count=2)
+            x = x / self.last.count
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def counting() -> Callable[[], int]:
+    count = 0
+
+    def counted() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return counted
+
+
+def counted(state: dict[str, int]) -> int:
+    state["count"] += 1
+    return state["count"]
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("closure", r"the model's forward changes 'count' \(variable of counting"),
+        ("partial", r"the model's forward changes 'count' \(entry of an argument"),
+        ("made late", r"a forward of the model has made 'memory' \(of class Memory\)"),
+        ("made late, in a dictionary", r"a forward of the model has made 'memories\[4\]' \(of class Memory\)"),
+        ("made each time", ""),
+    ],
+)
+def test_state_that_is_not_followed_is_refused(way: str, says: str) -> None:
+    """It was counted once per chunk."""
+
+    def losses(segments: int) -> list[float]:
+        torch.manual_seed(0)
+        config = ParallelConfig(micro_batches=3, blocks="layers", segments=segments)
+        engine = Engine(Stateful(way), config, optimizer=SGD)
+        try:
+            return [engine.step({"x": torch.randn(12, 4, dtype=torch.float64)}).loss.item() for _ in range(2)]
+        finally:
+            engine.close()
+
+    whole = losses(1)
+    if says:
+        with pytest.raises(fold3d.Fold3dError, match=says):
+            losses(2)
+    else:
+        assert losses(2) == pytest.approx(whole, rel=1e-12)
+
+
 class Prepares(nn.Module):
     """Registers its hooks when it first runs, as transformers' models do when hidden states are first asked for."""
 

@@ -353,10 +353,10 @@ def _refuse_cut_weights(model: Module, read: frozenset[str]) -> None:
         weight = model.get_parameter(name)
         if is_released(weight) or whole_shape(weight) != weight.shape:
             raise ConfigError(
-                f"the loss function read the weight {name!r} before it called the model with the first micro-batch. By "
-                "that micro-batch the model is divided, so this rank does not have the whole weight any more. Leave it "
-                "whole (tp=1 and pp=1, or tp_plan={NAME: 'replicate'}), or put such a term into the optimizer "
-                "(weight_decay is an L2 penalty)"
+                f"the loss function uses a part of the model by itself: it read the weight {name!r} before it called "
+                "the model with the first micro-batch. By that micro-batch the model is divided, so this rank does not "
+                "have the whole weight any more: set pp=1 and segments=1, and tp=1 or tp_plan={NAME: 'replicate'}; or "
+                "put such a term into the optimizer (weight_decay is an L2 penalty)"
             )
 
 
