@@ -164,8 +164,8 @@ def test_a_name_on_the_hub(gpt2_folder, tmp_path):
 
 
 def test_a_misspelled_file_is_no_name_on_the_hub(capsys):
-    code, _, err = run(capsys, "confg.json")
-    assert code == 1 and "'confg.json' is neither a folder, nor a config.json, nor a name on the hub" in err
+    code, _, err = run(capsys, "none.json")
+    assert code == 1 and "'none.json' is neither a folder, nor a config.json, nor a name on the hub" in err
 
 
 def test_a_folder_that_is_no_model(capsys, tmp_path):
