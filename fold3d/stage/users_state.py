@@ -436,7 +436,8 @@ class ModelState:
 
     def trained(self) -> list[bool]:
         """Returns which weights are trained, if that must not change."""
-        return [one.requires_grad for one in self._parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # those that are not here tell whoever reads them, at length
+            return [one.requires_grad for one in self._parameters]
 
 
 def _apart(value: Any) -> Any:
