@@ -136,6 +136,17 @@ def test_nor_where_stages_links_and_what_travels_differ(seed: int) -> None:
     assert free.step_ms <= pinned.step_ms * EQUAL, f"{constraints}: {pinned.table}\n{free.table}"
 
 
+def test_sends_that_delay_computing_wholly_are_planned() -> None:
+    """A measured delay reaches 1 / bandwidth. It is limited to 0.9 of that, and must not exceed this by rounding."""
+    constraints, job = Constraints(segments=1, schedule="1f1b", dp_sync="early"), make_job(layers=4)
+    for bandwidth in random.Random(0).sample(range(10**6, 10**9), 40):
+        free = replace(job.network, dp_bandwidth=bandwidth)
+        steps = [
+            search(replace(job, network=replace(free, toll=toll)), constraints).step_ms for toll in (0.0, 1 / bandwidth)
+        ]
+        assert steps[0] < steps[1]
+
+
 def test_a_slow_stage_gets_fewer_layers() -> None:
     job = make_job(dp=1, pp=2, layers=10, micro_batches=16, bandwidth=1e12)
     even = search(job, Constraints(segments=1))

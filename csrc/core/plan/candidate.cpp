@@ -125,7 +125,7 @@ ClusterModel cluster_model(const PlanJob& job, const Layout& layout, const Modes
     model.forward_links = job.forward_links;
     model.backward_links = job.backward_links;
   }
-  model.toll_ns = std::min(kNs * job.toll, kMostToll / job.bandwidth);
+  model.toll_ns = std::min(kNs * job.toll, most_toll_ns(job.bandwidth));
   model.latency_ns = ns(job.pp_latency + std::max(0.0, more));
   model.hop_latency_ns = ns(job.hop_latency);
   model.slice_bytes = job.slice_bytes;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <stdexcept>
+#include <tuple>
 
 #include "core/generators/registry.h"
 
@@ -206,9 +207,13 @@ bool Group::fits(const Candidate& candidate) const {
 }
 
 const Candidate* Group::fastest() const {
+  const auto key = [](const Candidate& one) {
+    const Spared& spared = one.layout->spared;
+    return std::tuple(one.step_ns, spared.ways(), spared.percent);
+  };
   const Candidate* best = nullptr;
   for (const auto& one : candidates_) {
-    if (fits(*one) && (best == nullptr || one->step_ns < best->step_ns)) best = one.get();
+    if (fits(*one) && (best == nullptr || key(*one) < key(*best))) best = one.get();
   }
   return best;
 }

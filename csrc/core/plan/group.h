@@ -75,7 +75,7 @@ class Group {
   bool has_limit() const { return job_.memory_limit.has_value() || job_.pool_limit.has_value(); }
   bool has_room(const StagePeak& peak) const;
   bool fits(const Candidate& candidate) const;
-  /// The fastest that fits; null where none does.
+  /// The fastest that fits, of those as fast the one that spares less; null where none does.
   const Candidate* fastest() const;
   /// The shortest step of all candidates, whether they fit or not; kNever where there are none.
   std::int64_t shortest_ns() const;

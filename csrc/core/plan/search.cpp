@@ -309,12 +309,9 @@ class Search {
   std::tuple<int, bool, int, SyncKind, std::int64_t, int> plain(const Place& place) const {
     const Candidate& one = *place.candidate;
     const Spared& spared = one.layout->spared;
-    return {(spared.recomputes() ? 1 : 0) + (spared.leaves == Spared::Leaves::kNothing ? 0 : 1),
-            place.entry->group->splits(),
-            place.entry->group->segments(),
-            kind_of(one.modes),
-            one.step_ns,
-            spared.percent};
+    return {
+        spared.ways(), place.entry->group->splits(), place.entry->group->segments(), kind_of(one.modes), one.step_ns,
+        spared.percent};
   }
 
   const std::vector<PlanJob>& jobs_;

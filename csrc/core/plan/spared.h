@@ -27,7 +27,9 @@ struct Spared {
   int percent = 100;                       ///< of the micro-batches, whose stashes leave
 
   bool recomputes() const;
-  bool nothing() const { return !recomputes() && leaves == Leaves::kNothing; }
+  /// In how many ways memory is spared: by recomputation, by what leaves.
+  int ways() const { return (recomputes() ? 1 : 0) + (leaves == Leaves::kNothing ? 0 : 1); }
+  bool nothing() const { return ways() == 0; }
   /// Throws std::invalid_argument where it is said of another number of chunks.
   std::vector<Choice> of_chunks(int chunks) const;
   /// Of each chunk whether it keeps no graph. A model that is one chunk recomputes block by block: its backward follows

@@ -117,7 +117,7 @@ void ClusterModel::check(const Shape& shape) const {
       if (!(rate > 0)) refuse("a link", std::to_string(rate), "positive (bytes per second)");
     }
   }
-  if (!(toll_ns >= 0) || toll_ns * bandwidth > kMostToll) {
+  if (!(toll_ns >= 0) || toll_ns > most_toll_ns(bandwidth)) {
     refuse("toll_ns", std::to_string(toll_ns), "0 or more, and less than 0.9e9 / bandwidth");
   }
   check_parts("forward_tp_ns", forward_tp_ns, forward_ns, shape);

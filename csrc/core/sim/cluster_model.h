@@ -37,8 +37,9 @@ struct BucketModel {
   bool zero1 = false;            ///< with DpSync::kEarly: this one as in kZero1
 };
 
-/// Of a second that bytes travel, the nanoseconds that they may delay computing: as much would delay it for ever.
-inline constexpr double kMostToll = 0.9e9;
+/// The highest ClusterModel::toll_ns at some bandwidth: of a second of sending, 0.9 may delay computing. With 1.0, what
+/// is sent meanwhile would delay it for ever.
+inline double most_toll_ns(double bandwidth) { return 0.9e9 / bandwidth; }
 
 /// What a training step costs: computation, network and data-parallel traffic. Per-chunk vectors have
 /// Shape::num_chunks() entries. Rank = replica * pp + stage.
