@@ -17,7 +17,7 @@ SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-FULL := cpp one-process parity dist faults trainer rooms
+FULL := cpp one-process parity dist faults trainer rooms zoo
 PARITY := $(wildcard tests/dist/test_parity*.py)
 # One more than the two cores that this is meant for: tests of several processes mostly wait.
 WORKERS ?= 3
@@ -80,7 +80,11 @@ test-full-trainer: .venv/.extension
 	$(call timed,$@,$(PYTEST) tests/trainer -m dist)
 
 test-full-rooms: .venv/.extension .venv/.simdevice
-	$(call timed,$@,$(PYTEST) simdevice zoo benchmarks && FOLD3D_TEST_DEVICE=sim $(PYTEST) tests/parity/test_training.py)
+	$(call timed,$@,$(PYTEST) simdevice benchmarks && FOLD3D_TEST_DEVICE=sim $(PYTEST) tests/parity/test_training.py)
+
+# Every class of transformers with a loss.
+test-full-zoo: .venv/.extension
+	$(call timed,$@,$(PYTEST) zoo)
 
 # What the gate is worth: 30 single faults, each against the gate until its first failure. Without the test of the faults
 # themselves, which would find each. Hours.

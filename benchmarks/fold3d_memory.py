@@ -1,6 +1,6 @@
 """Which schedules of Fold3D's Table II fit into 40 GB, by the memory model.
 
-    python benchmarks/fold3d_memory.py [--limit 40]
+    python -m benchmarks.fold3d_memory [--limit 40]
 
 GPT-3 18B and 39B as in Tables I and II of Fold3D (Li et al., IEEE TPDS 2023): 128 devices, 256 samples a step, 4 of
 2,048 tokens a micro-batch, tensor parallelism over 8 ranks with the sequence shared, 4 segments. Mixed precision: bf16

@@ -307,8 +307,8 @@ def as_on_the_cpu_over_cards(case: Case, hosts: str, microseconds: int) -> dict[
     what the arbiter of the device's run counted."""
     arbiters: list[Any] = []
 
-    def join(*args: Any) -> Any:
-        arbiters.append(connections.join_nic_arbiter(*args))
+    def join(*args: Any, **kwargs: Any) -> Any:
+        arbiters.append(connections.join_nic_arbiter(*args, **kwargs))
         return arbiters[-1]
 
     with pytest.MonkeyPatch.context() as patch:

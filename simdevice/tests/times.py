@@ -140,7 +140,7 @@ def predictions(phases: Sequence[tuple[int, float, float]], **layout: Any) -> li
                 engine.step(batch)
             engine.flush()
         assert engine._rank is not None
-        expected = engine._rank.step._replanner.expected
+        expected = engine._rank.step.replanner.expected
         predicted.append(None if expected is None else expected.step_ms)
     Sleeping.factor = 1.0
     assert engine is not None
