@@ -307,7 +307,8 @@ def may_write_unseen(model: nn.Module) -> bool:
 
 
 class SharedValues:
-    """Global variables, attributes of classes and variables of functions that the forwards of the user's modules use.
+    """Global variables, attributes of classes, variables of functions and weights that are not trained, which the
+    forwards of the user's modules use.
 
     Where a model is cut, chunks of other micro-batches run between those of one, and other chunks in other processes:
     what counts there, counts otherwise than in one process. What is made once, such as a table of masks, does not.
@@ -326,12 +327,20 @@ class SharedValues:
             if not isinstance(space.owner, nn.Module) and id(space.owner) not in known
         ]
         self._flags: set[tuple[int, str]] = set()
+        self._parameters = dict(model.named_parameters()) if kinds else {}
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Around the model's forward as a chunk. Raises: SplitError when such a value is another one behind it."""
-        before = [space.contents() for space in self._spaces]
+        before, frozen = [space.contents() for space in self._spaces], self._frozen()
         yield
+        written = [name for name, version in self._frozen().items() if frozen.get(name, version) != version]
+        if written:
+            raise SplitError(
+                f"the model's forward writes to {written[0]!r}, a weight that is not trained, and its code around the "
+                "blocks runs once for each chunk of the model: do that in a callback (on_step_end), or set pp=1 and "
+                "segments=1, where nothing is cut"
+            )
         for number, name in self._counted(before):
             if isinstance(self._spaces[number].values.get(name), bool) and (number, name) not in self._flags:
                 self._flags.add((number, name))  # that something has been done once
@@ -341,6 +350,11 @@ class SharedValues:
                 "and micro-batches run in another order than in one process, and in several processes, so it would not "
                 "count what it counts there: keep it on the module (self.x), or set pp=1 and segments=1"
             )
+
+    def _frozen(self) -> dict[str, int]:
+        """Returns how often each weight that is not trained was written to."""
+        with torch._C.DisableTorchFunctionSubclass():  # as in `ModelState.trained`
+            return {name: one._version for name, one in self._parameters.items() if not one.requires_grad}
 
     @contextlib.contextmanager
     def put_back(self, changed: list[str]) -> Iterator[None]:

@@ -8,6 +8,7 @@ import array
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -37,6 +38,8 @@ OTHER = object()
 """In the place of a value that is not looked at."""
 PYTHONS_OWN = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "collections", "types"}
 """Packages of Python whose objects keep nothing for a model."""
+ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
+"""Of which a copy goes on by itself."""
 _LIBRARIES = PYTHONS_OWN | {"fold3d", "numpy", "torch"}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_HOLDERS = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.dtype)
@@ -102,9 +105,9 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def plain(value: Any, *, others: bool = False) -> Any:
-    """Returns `value`, in containers, arrays and random generators of its own, if it is plain: of PLAIN, a tensor
-    without a gradient, another number or text, an array, a random generator, or such in containers and in frozen data
-    classes.
+    """Returns `value`, in containers, arrays, iterators and random generators of its own, if it is plain: of PLAIN, a
+    tensor without a gradient, another number or text, an array, an iterator of ITERATORS, a random generator, or such
+    in containers and in frozen data classes.
 
     Args:
         others: other objects stay what they are; else a value with one is OTHER.
@@ -130,7 +133,7 @@ _Copied = Callable[[Any, bool], Any]
 
 
 def _how_copied(kind: type) -> _Copied | None:
-    if issubclass(kind, (Enum, np.generic, *PLAIN)):
+    if issubclass(kind, (Enum, np.generic, range, *PLAIN)):
         return lambda value, others: value
     if issubclass(kind, tuple):
         return _copied_tuple if hasattr(kind, "_make") else None
@@ -140,7 +143,7 @@ def _how_copied(kind: type) -> _Copied | None:
         return lambda value, others: copy.deepcopy(value)
     if kind is np.ndarray:
         return lambda value, others: value.copy() if value.size <= MOST_COPIED else value if others else OTHER
-    if kind in (bytearray, array.array):
+    if kind in (bytearray, array.array, *ITERATORS):
         return lambda value, others: copy.copy(value)
     if issubclass(kind, (dict, list, set, deque)):
         return _copied_container
@@ -189,8 +192,10 @@ def _copied_fields(value: Any, others: bool) -> Any:
     return made
 
 
-def _generator_state(one: Any) -> Any:
-    """Returns a random generator's state, plain; None for other values."""
+def _state_of(one: Any) -> Any:
+    """Returns the state of a random generator or of an iterator, plain; None for other values."""
+    if isinstance(one, ITERATORS):
+        return one.__reduce__()
     if isinstance(one, torch.Generator):
         return one.device.type, one.get_state().numpy()
     if isinstance(one, random.Random):
@@ -217,12 +222,12 @@ def same(one: Any, other: Any, are_same: Callable[[Tensor, Tensor], bool] | None
         return len(one) == len(other) and all(same(mine, its, are_same) for mine, its in zip(one, other, strict=True))
     if isinstance(one, np.ndarray):
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if (state := _generator_state(one)) is not None:
-        return same(state, _generator_state(other))
+    if (state := _state_of(one)) is not None:
+        return same(state, _state_of(other))
     if dataclasses.is_dataclass(kind) and _is_frozen(kind):
         names = [field.name for field in dataclasses.fields(one)]
         return all(same(getattr(one, name, ABSENT), getattr(other, name, ABSENT), are_same) for name in names)
-    is_known = isinstance(one, (*PLAIN, set, frozenset, bytearray, array.array, np.generic))
+    is_known = isinstance(one, (*PLAIN, set, frozenset, range, bytearray, array.array, np.generic))
     return is_known and bool(one == other)
 
 
