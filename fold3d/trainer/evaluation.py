@@ -20,6 +20,7 @@ from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
 from fold3d.trace.coat import Coat, Wrap
+from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.saving import CheckpointingTrainer
 
@@ -163,6 +164,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
 
     _label_count: tuple[Any] | None = None
     _evaluated = 0
+    _loss_state: LossState
 
     def prediction_step(
         self,
@@ -185,7 +187,8 @@ class EvaluatingTrainer(CheckpointingTrainer):
         predict.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
         try:
-            loss, logits, labels = self.engine.forward(inputs, predict)
+            with self._watching_loss():
+                loss, logits, labels = self.engine.forward(inputs, predict)
         finally:
             self._label_count = None
         return loss, logits, labels
@@ -216,6 +219,27 @@ class EvaluatingTrainer(CheckpointingTrainer):
                 coat.put(Wrap.GENERATE, self.model, {"generate": call})
             yield
 
+    @property
+    def _keeps_loss_state(self) -> bool:
+        return self.args.pp > 1 and is_overridden(self, "compute_loss")
+
+    def _share_loss_state(self) -> None:
+        """Takes over what the last stage's `compute_loss` has kept in the trainer; every rank calls."""
+        if not self._keeps_loss_state or not self.engine.is_built:
+            return
+        found, logged = self._loss_state.share(self.engine.world, self.args.ddp_timeout)
+        vars(self).update(found)
+        now, logs_next = (self.state.global_step, self.state.epoch), self.control.should_log
+        for step, epoch, logs in logged:
+            self.state.global_step, self.state.epoch = step, epoch
+            super().log(logs)
+        self.state.global_step, self.state.epoch = now
+        self.control.should_log = logs_next  # the stock loop takes any log for the one that is due
+
+    def _watching_loss(self) -> AbstractContextManager[None]:
+        """Around code that computes losses."""
+        return self._loss_state.watch() if self._keeps_loss_state else contextlib.nullcontext()
+
     def _computes_loss_otherwise(self) -> bool:
         """Whether the loss is computed by code of the user's."""
         return self.compute_loss_func is not None or is_overridden(self, "compute_loss")
@@ -238,6 +262,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
         """Runs the stock evaluation loop."""
         with self.engine.supervise("evaluating"):
             output = super().evaluation_loop(*args, **named)
+            self._share_loss_state()
         self._evaluated = output.num_samples or 0
         return output
 

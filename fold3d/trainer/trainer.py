@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -477,7 +476,7 @@ class Trainer(SearchingTrainer):
             self._gradients_are_read = self._agree_on_gradients()
         if self.args.timeline == self.state.global_step + 1:
             self.engine.record_tp_sync(True)
-        with self._loss_state.watch() if self._keeps_loss_state else contextlib.nullcontext():
+        with self._watching_loss():
             loss = self.engine.run(
                 micro_batches,
                 share,
@@ -489,23 +488,6 @@ class Trainer(SearchingTrainer):
             clear_device_cache()
         self._watch_loss(loss)
         return loss.to(self.args.device)
-
-    @property
-    def _keeps_loss_state(self) -> bool:
-        return self.args.pp > 1 and is_overridden(self, "compute_loss")
-
-    def _share_loss_state(self) -> None:
-        """Takes over what the last stage's `compute_loss` has kept in the trainer; every rank calls."""
-        if not self._keeps_loss_state or not self.engine.is_built:
-            return
-        found, logged = self._loss_state.share(self.engine.world, self.args.ddp_timeout)
-        vars(self).update(found)
-        now, logs_next = (self.state.global_step, self.state.epoch), self.control.should_log
-        for step, epoch, logs in logged:
-            self.state.global_step, self.state.epoch = step, epoch
-            super().log(logs)
-        self.state.global_step, self.state.epoch = now
-        self.control.should_log = logs_next  # the stock loop takes any log for the one that is due
 
     def _agree_on_gradients(self) -> bool:
         """Returns whether any process has somebody who may look at gradients; every rank calls.

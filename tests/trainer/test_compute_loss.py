@@ -69,7 +69,8 @@ def with_state(base: type[Any]) -> type[Any]:
 
 
 def train(folder: str, layout: dict[str, Any] | None) -> tuple[list[float], list[Any], int, list[float]]:
-    """Returns losses, what was logged of the parts with its steps, the number of calls and what the trainer kept."""
+    """Returns losses, what was logged of the parts with its steps, the number of calls and what the trainer kept, with
+    an evaluation of one batch behind the training."""
     torch.manual_seed(5)
     model = models.build(models.gpt2_config(layers=4), dtype=torch.float64)
     ids = torch.randint(
@@ -86,6 +87,7 @@ def train(folder: str, layout: dict[str, Any] | None) -> tuple[list[float], list
         model=model, args=args, train_dataset=rows
     )
     trainer.train()
+    trainer.evaluate(rows[:2])  # type: ignore[arg-type]
     logs = trainer.state.log_history
     losses = [entry["loss"] for entry in logs if "loss" in entry]
     parts = [(entry["step"], round(entry["ce"], 8), entry["masked"]) for entry in logs if "ce" in entry]
@@ -108,7 +110,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 def test_as_the_stock_trainer(ranks: RankPool, tmp_path: Any, processes: int, layout: dict[str, Any]) -> None:
     """Every process counts, draws and logs what the stock Trainer does; also what the last stage alone has seen."""
     losses, parts, calls, seen = train(str(tmp_path), None)
-    assert calls == STEPS * MICRO_BATCHES == len(parts)
+    assert calls == STEPS * MICRO_BATCHES + 1 == len(parts)
     for found, logged, own_calls, own_seen in ranks.run(train, processes, str(tmp_path), layout, timeout=300):
         assert found == pytest.approx(losses, rel=1e-6)
         assert own_calls == calls
