@@ -147,7 +147,8 @@ distclean: clean
 	$(PY) -m pip install --quiet -r requirements.txt
 	touch $@
 
-# The first build is pip's, which also installs the `fold3d` command; later ones recompile only what changed.
+# The first build is pip's, which also installs the `fold3d` command and compiles several files as one. The next one
+# compiles each by itself, later ones only what changed.
 .venv/.extension: setup.py $(CSRC) .venv/.requirements
 	@if [ -e .venv/.installed ]; then \
 	    $(PY) setup.py --quiet build_ext --inplace; \
