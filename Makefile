@@ -17,7 +17,7 @@ SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-FULL := cpp one-process parity dist faults trainer rooms zoo
+FULL := cpp one-process parity dist faults trainer tools zoo
 PARITY := $(wildcard tests/dist/test_parity*.py)
 # One more than the two cores that this is meant for: tests of several processes mostly wait.
 WORKERS ?= 3
@@ -79,7 +79,7 @@ test-full-faults: .venv/.extension
 test-full-trainer: .venv/.extension
 	$(call timed,$@,$(PYTEST) tests/trainer -m dist)
 
-test-full-rooms: .venv/.extension .venv/.simdevice
+test-full-tools: .venv/.extension .venv/.simdevice
 	$(call timed,$@,$(PYTEST) simdevice benchmarks && FOLD3D_TEST_DEVICE=sim $(PYTEST) tests/parity/test_training.py)
 
 # Every class of transformers with a loss.

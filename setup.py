@@ -45,16 +45,16 @@ def joined(sources: Iterable[str], folder: Path) -> list[str]:
     together: dict[str, list[str]] = {}
     alone = []
     for name in sources:
-        room = Path(name).parent
-        if Path(name).suffix == ".cpp" and room.parts[1] in ("bindings", "ops", "runtime"):
-            together.setdefault("-".join(room.parts), []).append(name)
+        part = Path(name).parent
+        if Path(name).suffix == ".cpp" and part.parts[1] in ("bindings", "ops", "runtime"):
+            together.setdefault("-".join(part.parts), []).append(name)
         else:
             alone.append(name)
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    for room, names in together.items():
+    for part, names in together.items():
         for first in range(0, len(names), 5):
-            file = folder / f"{room}-{first}.cpp"
+            file = folder / f"{part}-{first}.cpp"
             file.write_text("".join(f'#include "{HERE / name}"\n' for name in names[first : first + 5]))
             made.append(str(file.relative_to(HERE)))
     return [*made, *alone]

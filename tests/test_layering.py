@@ -1,8 +1,8 @@
-"""The architecture as a test: which room may use which, and what stays out of it.
+"""The architecture as a test: which component may use which, and what stays out of it.
 
 How much one function may do is said by ruff's rules in pyproject.toml. How long a file is follows from its idea.
 
-The rooms are those of docs/architecture.md. A new file needs no entry here; a new room needs one.
+The components are those of docs/architecture.md. A new file needs no entry here; a new component needs one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CPP_ROOMS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
+CPP_COMPONENTS = ("core", "comm", "memory", "kernels", "runtime", "ops", "bindings")
 CPP_FOLDERS = (
     *("core/ir", "core/generators", "core/passes", "core/network", "core/sim", "core/memory", "core/random"),
     *("core/rivals", "core"),
@@ -50,7 +50,7 @@ CPP_FOLDERS = (
     *("runtime/memory", "ops", "ops/fused", "bindings"),
 )
 """Each may include itself and the folders before it."""
-PYTHON_ROOMS = (
+PYTHON_COMPONENTS = (
     "errors",
     "cluster",
     "offload",
@@ -81,7 +81,7 @@ PYTHON_ROOMS = (
     "trainer",
     "cli",
 )
-"""Each may import itself and the rooms before it; `fold3d/__init__.py` and `__main__.py` only pass on."""
+"""Each may import itself and the components before it; `fold3d/__init__.py` and `__main__.py` only pass on."""
 
 MAY_NOT_IMPORT_EXTENSION = {
     "errors",
@@ -119,22 +119,25 @@ CORE_FORBIDS = {
 CPP_FORBIDS = re.compile(r"std::(cout|cerr|exit|abort|terminate|getenv)\b|\b(f?printf|getenv|assert)\s*\(")
 
 
-def cpp_files(*rooms: str) -> list[Path]:
+def cpp_files(*components: str) -> list[Path]:
     return sorted(
-        path for room in rooms for path in (ROOT / "csrc" / room).rglob("*") if path.suffix in {".h", ".cpp", ".cu"}
+        path
+        for component in components
+        for path in (ROOT / "csrc" / component).rglob("*")
+        if path.suffix in {".h", ".cpp", ".cu"}
     )
 
 
-def python_files(*rooms: str) -> list[Path]:
+def python_files(*components: str) -> list[Path]:
     found: list[Path] = []
-    for room in rooms:
-        base = ROOT / "fold3d" / room
+    for component in components:
+        base = ROOT / "fold3d" / component
         found += sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
     return found
 
 
 def room_of(path: Path) -> str:
-    """Returns the room of a file below csrc/ or fold3d/."""
+    """Returns the component of a file below csrc/ or fold3d/."""
     first = path.relative_to(ROOT).parts[1]
     return first.removesuffix(".py")
 
@@ -160,24 +163,24 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_the_rooms_are_known() -> None:
-    folders = {str(path.parent.relative_to(ROOT / "csrc")) for path in cpp_files(*CPP_ROOMS)}
+def test_the_components_are_known() -> None:
+    folders = {str(path.parent.relative_to(ROOT / "csrc")) for path in cpp_files(*CPP_COMPONENTS)}
     assert folders == set(CPP_FOLDERS)
     modules = {
         path.name.removesuffix(".py")
         for path in (ROOT / "fold3d").iterdir()
         if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
     }
-    assert modules - {"__init__", "__main__"} == set(PYTHON_ROOMS)
+    assert modules - {"__init__", "__main__"} == set(PYTHON_COMPONENTS)
 
 
-def test_pages_list_the_rooms_in_their_order() -> None:
+def test_pages_list_the_components_in_their_order() -> None:
     rules = re.findall(r"`([^`]* <- [^`]*)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert [re.findall(r"\w+", rooms) for rooms in rules] == [["csrc", *CPP_ROOMS], [*PYTHON_ROOMS]]
+    assert [re.findall(r"\w+", components) for components in rules] == [["csrc", *CPP_COMPONENTS], [*PYTHON_COMPONENTS]]
     page = (ROOT / "docs" / "architecture.md").read_text()
-    table = re.findall(r"^\|([^|]*)\|", page.split("## Rooms")[1].split("\n## ")[0], re.MULTILINE)
-    named = [room for row in table for room in re.findall(r"`(?:csrc/|fold3d/)?(\w+)(?:\.py)?`", row)]
-    assert named == [*CPP_ROOMS, *PYTHON_ROOMS]
+    table = re.findall(r"^\|([^|]*)\|", page.split("## Components")[1].split("\n## ")[0], re.MULTILINE)
+    named = [component for row in table for component in re.findall(r"`(?:csrc/|fold3d/)?(\w+)(?:\.py)?`", row)]
+    assert named == [*CPP_COMPONENTS, *PYTHON_COMPONENTS]
 
 
 @pytest.mark.parametrize("folder", CPP_FOLDERS)
@@ -226,7 +229,7 @@ def test_only_bindings_know_python() -> None:
 def test_cpp_reports_by_exceptions_only() -> None:
     wrong = [
         f"{name(path)}:{number}: {line.strip()}"
-        for path in cpp_files(*CPP_ROOMS)
+        for path in cpp_files(*CPP_COMPONENTS)
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if CPP_FORBIDS.search(line.split("//")[0])
     ]
@@ -234,15 +237,15 @@ def test_cpp_reports_by_exceptions_only() -> None:
 
 
 def test_headers_are_included_once() -> None:
-    wrong = [name(p) for p in cpp_files(*CPP_ROOMS) if p.suffix == ".h" and "#pragma once" not in p.read_text()]
+    wrong = [name(p) for p in cpp_files(*CPP_COMPONENTS) if p.suffix == ".h" and "#pragma once" not in p.read_text()]
     assert not wrong
 
 
-@pytest.mark.parametrize("room", PYTHON_ROOMS)
-def test_python_imports_point_backwards(room: str) -> None:
-    allowed = {"_C", *PYTHON_ROOMS[: PYTHON_ROOMS.index(room) + 1]}
+@pytest.mark.parametrize("component", PYTHON_COMPONENTS)
+def test_python_imports_point_backwards(component: str) -> None:
+    allowed = {"_C", *PYTHON_COMPONENTS[: PYTHON_COMPONENTS.index(component) + 1]}
     wrong = []
-    for path in python_files(room):
+    for path in python_files(component):
         for module in imports(path):
             parts = module.split(".")
             if module.startswith("."):
@@ -253,18 +256,18 @@ def test_python_imports_point_backwards(room: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module, rooms",
+    "module, components",
     [
-        ("fold3d._C", set(PYTHON_ROOMS) - MAY_NOT_IMPORT_EXTENSION),
+        ("fold3d._C", set(PYTHON_COMPONENTS) - MAY_NOT_IMPORT_EXTENSION),
         ("transformers", MAY_IMPORT_TRANSFORMERS),
         ("accelerate", {"trainer"}),
-        ("torch", set(PYTHON_ROOMS) - WITHOUT_TORCH),
+        ("torch", set(PYTHON_COMPONENTS) - WITHOUT_TORCH),
     ],
 )
-def test_only_these_rooms_import(module: str, rooms: set[str]) -> None:
+def test_only_these_components_import(module: str, components: set[str]) -> None:
     wrong = [
         f"{name(path)} imports {found}"
-        for path in python_files(*(set(PYTHON_ROOMS) - rooms))
+        for path in python_files(*(set(PYTHON_COMPONENTS) - components))
         for found in imports(path)
         if found == module or found.startswith(module + ".")
     ]
@@ -282,7 +285,7 @@ def test_planning_needs_no_process_group() -> None:
 
 
 def test_one_file_makes_process_groups() -> None:
-    texts = {name(path): path.read_text() for path in python_files(*PYTHON_ROOMS)}
+    texts = {name(path): path.read_text() for path in python_files(*PYTHON_COMPONENTS)}
     assert [path for path, text in texts.items() if "dist.new_group(" in text] == ["fold3d/comms/shared_gloo.py"]
     assert [path for path, text in texts.items() if "import new_group" in text] == ["fold3d/comms/groups.py"]
 
@@ -310,7 +313,7 @@ def test_no_module_imports_in_a_circle() -> None:
 def test_print_is_for_the_command_line() -> None:
     wrong = [
         f"{name(path)}:{node.lineno}"
-        for path in python_files(*(set(PYTHON_ROOMS) - MAY_PRINT))
+        for path in python_files(*(set(PYTHON_COMPONENTS) - MAY_PRINT))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
@@ -318,14 +321,14 @@ def test_print_is_for_the_command_line() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    wrong = [name(p) for p in python_files(*PYTHON_ROOMS) if not ast.get_docstring(ast.parse(p.read_text()))]
+    wrong = [name(p) for p in python_files(*PYTHON_COMPONENTS) if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not wrong
 
 
 def test_private_names_stay_in_their_file() -> None:
     """What a file defines with an underscore in front is nobody else's: others use what it says of itself."""
     wrong = []
-    for path in python_files(*PYTHON_ROOMS):
+    for path in python_files(*PYTHON_COMPONENTS):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fold3d."):
                 private = [alias.name for alias in node.names if alias.name.startswith("_") and alias.name != "_C"]
@@ -354,7 +357,7 @@ SETTINGS = {"model", "options"}
 
 def test_nobody_assigns_to_another_object_s_fields() -> None:
     """An object is handed what it needs, or told by a method: so one file shows how its fields change."""
-    trees = {path: ast.parse(path.read_text()) for path in python_files(*PYTHON_ROOMS)}
+    trees = {path: ast.parse(path.read_text()) for path in python_files(*PYTHON_COMPONENTS)}
     fields: dict[int, set[str]] = {}  # by the assignment's node: those of the class that it stands in
     ours: set[str] = set()
     for tree in trees.values():

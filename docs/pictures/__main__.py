@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from docs.pictures import lives, rooms
+from docs.pictures import components, lives
 
 if __name__ == "__main__":
-    for target in (rooms.draw(), *lives.draw()):
+    for target in (components.draw(), *lives.draw()):
         print(target)

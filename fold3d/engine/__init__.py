@@ -1,4 +1,4 @@
 """The Engine: builds what a rank needs, runs steps, plans and plans again, gathers the state.
 
-The one room that knows all before it. Used by the Trainer, checkpoints and scripts with a loop of their own.
+The one component that knows all before it. Used by the Trainer, checkpoints and scripts with a loop of their own.
 """

@@ -6,7 +6,7 @@ Two parts, because a loop of one's own, or a trainer's, does as it likes between
                       6 forwards and backwards, sums under them   7 sums end   8 loss
     `Step.optimize`   9 mean loss   10 norm   11 clip   12 update   13 gathers, up to the next forward
 
-The rooms behind it: `Pipeline` runs the actions, `GradientSync` has the gradients, `Supervisor` the failures.
+The components behind it: `Pipeline` runs the actions, `GradientSync` has the gradients, `Supervisor` the failures.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ _AS_LISTS = (Attribute, Gathering, InnerResult)
 
 
 def as_json(value: Any) -> Any:
-    """Returns a value of this room as JSON has it."""
+    """Returns a value of this component as JSON has it."""
     if is_dataclass(value):
         found = {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
         return list(found.values()) if isinstance(value, _AS_LISTS) else found

@@ -246,12 +246,12 @@ class ChangedBuffers:
             for place, tensor in self._tensors(number, known)
         ]
         inside = [
-            (place, tensors, value, copy.deepcopy(value) if compares or self._may_change(place, *tensors) else None)
+            (place, tensors, copy.deepcopy(value) if compares or self._may_change(place, *tensors) else None)
             for number, known in attributes.values.items()
             for place, value, tensors in _with_tensors(number, known)
         ]
-        copied = {place: kept for place, _, _, kept in inside if kept is not None}
-        versions = [[_version(one) for one in tensors] for _, tensors, _, _ in inside]
+        copied = {place: kept for place, _, kept in inside if kept is not None}
+        versions = [[_version(one) for one in tensors] for _, tensors, _ in inside]
         behind: list[StatePlace] = []
         made = self._made_meanwhile()
         try:
@@ -270,7 +270,7 @@ class ChangedBuffers:
                     if value is old and written:
                         raise self._unexpected(place)
                     self._keep(chunk, before, place, value, self._value(place), value)
-            for (place, tensors, _, kept), before_that in zip(inside, versions, strict=True):
+            for (place, tensors, kept), before_that in zip(inside, versions, strict=True):
                 copies = tensors if kept is None else _tensors_in(kept)
                 if before_that == list(map(_version, tensors)) and all(map(_equal, copies, tensors)):
                     continue

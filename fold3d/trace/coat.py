@@ -1,7 +1,7 @@
 """The coat: what fold3d puts on the user's modules, in which order, who does it, and how all of it comes off again.
 
-`Wrap` is the whole list. A room puts what it has on by `Coat.put(row, module, thing)`; when the coat is closed, or what
-puts it on fails half-way, modules have again what they had, to the entry of `vars()`.
+`Wrap` is the whole list. A component puts what it has on by `Coat.put(row, module, thing)`; when the coat is closed, or
+what puts it on fails half-way, modules have again what they had, to the entry of `vars()`.
 
 While it is on, copies of modules, deep or pickled, are the user's: forwards are copied as those from before, hooks as
 ones that do nothing, and a pickled one needs no fold3d to be read. A forward of the coat is an object of C++, at which
@@ -38,8 +38,8 @@ _STATE: Any = (("register_state_dict_pre_hook", {}), ("register_load_state_dict_
 
 
 class Wrap(Enum):
-    """What is put on: how, by which room, on what and what for. Of forwards on one module the first is the innermost,
-    and none may come beneath one that is on already."""
+    """What is put on: how, by which component, on what and what for. Of forwards on one module the first is the
+    innermost, and none may come beneath one that is on already."""
 
     # tensor_parallel: of a block whose ranks share its weights
     PART_ATTRIBUTES = _ATTRIBUTES, "tensor_parallel", "numbers of heads and channels are those of a rank's part"
@@ -78,14 +78,14 @@ class Wrap(Enum):
     STATE_REFUSED = (_STATED,), "weights", "modules that hold parts: no state of parts"
     CALL_REFUSED = (_BEFORE,), "weights", "the same, without an engine: no results of parts"
 
-    def __init__(self, how: Any, room: str, why: str) -> None:
-        self.how, self.room, self.why = how, room, why
+    def __init__(self, how: Any, component: str, why: str) -> None:
+        self.how, self.component, self.why = how, component, why
         self.place = len(type(self).__members__)
 
     def may_be_on(self, below: Wrap) -> bool:
         """Returns whether a forward of this row may come around one of `below`. Blocks are divided one by one, and may
         have modules in common."""
-        return below.place <= self.place or self.room == below.room == "tensor_parallel"
+        return below.place <= self.place or self.component == below.component == "tensor_parallel"
 
 
 class Hook:

@@ -19,11 +19,11 @@ def test_thirty_faults_with_names_of_their_own():
     assert all(fault.why.endswith(".") for fault in FAULTS)
 
 
-def test_faults_are_spread_over_the_rooms():
+def test_faults_are_spread_over_the_components():
     """Thirteen in C++ and seventeen in Python, each in a folder or module that no other one is in."""
     folders = [Path(fault.file).parent for fault in FAULTS if fault.file.startswith("csrc/")]
-    rooms = [Path(fault.file).parts[1] for fault in FAULTS if fault.file.startswith("fold3d/")]
-    assert (len(set(folders)), len(set(rooms))) == (len(folders), len(rooms)) == (13, 17)
+    components = [Path(fault.file).parts[1] for fault in FAULTS if fault.file.startswith("fold3d/")]
+    assert (len(set(folders)), len(set(components))) == (len(folders), len(components)) == (13, 17)
     count = Counter(folder.parts[1] for folder in folders)
     assert count == {"core": 3, "comm": 4, "memory": 1, "kernels": 1, "runtime": 2, "ops": 1, "bindings": 1}
 

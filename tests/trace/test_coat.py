@@ -27,7 +27,7 @@ from tests.helpers.coats import look, rows_on
 SOURCES = Path(fold3d.__file__).parent
 PUTS = re.compile(r"\.forward = |\.register_(?!buffer|parameter|module)\w*(hook)\(")
 ON_COPIES = {"trace", "profile", "splitting", "sharding"}
-"""Rooms that look at copies of models, on which they put what they like."""
+"""Components that look at copies of models, on which they put what they like."""
 ELSEWHERE = {
     "data_parallel/optimizer/hooks.py": "an optimizer",
     "data_parallel/one_replica.py": "an optimizer",
@@ -50,7 +50,7 @@ def test_each_row_is_put_on_by_its_room_alone() -> None:
         if path.name != "coat.py":
             for name in re.findall(r"\bWrap\.([A-Z_]+)\b", path.read_text()):
                 found.setdefault(name, set()).add(path.relative_to(SOURCES).parts[0])
-    assert found == {row.name: {row.room} for row in Wrap}
+    assert found == {row.name: {row.component} for row in Wrap}
 
 
 def test_nobody_puts_anything_on_a_model_otherwise() -> None:

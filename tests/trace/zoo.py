@@ -1,4 +1,4 @@
-"""Small models of every family that the trace room supports, in fp64, and batches for them."""
+"""Small models of every family that the trace component supports, in fp64, and batches for them."""
 
 from __future__ import annotations
 

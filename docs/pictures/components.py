@@ -1,4 +1,4 @@
-"""The rooms of csrc/ and fold3d/, as the table of docs/architecture.md has them: each uses those before it."""
+"""The components of csrc/ and fold3d/, as the table of docs/architecture.md has them: each uses those before it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ROW = re.compile(r"^\| `((?:csrc|fold3d)/[\w./]+)`(,?)[^|]*\|[^|]*\| ([^|]*)\|$
 _PER_ROW = 8
 
 
-def rooms() -> dict[str, bool]:
-    """Returns the rooms of the table in its order, and of each whether it may know process groups."""
+def components() -> dict[str, bool]:
+    """Returns the components of the table in its order, and of each whether it may know process groups."""
     rows = _ROW.findall(PAGE.read_text())
     return {name + (" ..." if more else ""): "process groups" not in unknown for name, more, unknown in rows}
 
 
 def _box(axes: Axes, place: int, top: float, name: str, edge: str) -> float:
-    """Draws the room at its place in rows that begin at `top`; returns where its row is."""
+    """Draws the component at its place in rows that begin at `top`; returns where its row is."""
     row, column = divmod(place, _PER_ROW)
     y = top - 0.8 * row
     colour = "#fdf3e4" if name.startswith("csrc") else "#eef4fb"
@@ -38,7 +38,7 @@ def _box(axes: Axes, place: int, top: float, name: str, edge: str) -> float:
 
 
 def draw() -> Path:
-    """Writes docs/img/rooms.png and returns its path."""
+    """Writes docs/img/components.png and returns its path."""
     figure = Figure(figsize=(13, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -46,15 +46,15 @@ def draw() -> Path:
     axes.axis("off")
     top = 0.0
     for folder, says in (
-        ("csrc", "C++, csrc/: each room includes itself and those before it"),
-        ("fold3d", "Python, fold3d/: each room imports itself and those before it, row by row"),
+        ("csrc", "C++, csrc/: each component includes itself and those before it"),
+        ("fold3d", "Python, fold3d/: each component imports itself and those before it, row by row"),
     ):
         axes.text(-0.02, top + 0.75, says, fontsize=10)
-        for place, (name, knows) in enumerate(pair for pair in rooms().items() if pair[0].startswith(folder)):
+        for place, (name, knows) in enumerate(pair for pair in components().items() if pair[0].startswith(folder)):
             lowest = _box(axes, place, top, name, "#444444" if knows or folder == "csrc" else "#2f6b3a")
         top = lowest - 1.3
     axes.text(-0.02, top + 0.95, "Green: needs no process group. What computes imports fold3d._C.", fontsize=10)
     axes.set_ylim(top + 0.8, 1.0)
-    target = IMG / "rooms.png"
+    target = IMG / "components.png"
     figure.savefig(target)
     return target
