@@ -694,7 +694,7 @@ class ParallelConfig:
         if dp > 1 and self.updates_each_micro_batch:
             raise ConfigError(
                 f"weight_versions={self.weight_versions!r} is not available with dp={dp}: sums over the replicas would "
-                f'have no time to travel between two updates; start {cells} processes, or set weight_versions="2bw"'
+                f'have no time to be summed between two updates; start {cells} processes, or set weight_versions="2bw"'
             )
         return dp
 

@@ -21,7 +21,7 @@ from fold3d.topology import Topology, V
 
 
 def uses_tcp(transport: str, device: torch.device) -> bool:
-    """Returns whether messages and sums travel over TCP connections of our own. Raises: ConfigError if they cannot."""
+    """Returns whether messages and sums go over TCP connections of our own. Raises: ConfigError if they cannot."""
     if transport == "tcp" and device.type != "cpu":
         raise ConfigError('transport="tcp" moves host memory, but parameters are on a GPU; use "c10d" or "auto"')
     return transport == "tcp" or (transport == "auto" and device.type == "cpu")
@@ -31,7 +31,7 @@ def connect_stages(topology: Topology, world: WorldGroup, timeout: float) -> _C.
     """Returns this stage's connections to its neighbours; all ranks of the replica call.
 
     Args:
-        world: addresses and the connections' secret travel over its connections.
+        world: addresses and the connections' secret are sent over its connections.
         timeout: seconds until a stage that does not connect is an error.
     Raises: RuntimeError (CommError, or torch's own) when one cannot be reached, or the job has failed.
     """
@@ -63,7 +63,7 @@ def connect_replicas(
 ) -> _C.BucketSync:
     """Returns this rank's part in the DP.sync of its stage; all replicas of the stage call.
 
-    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for. Over TCP a bucket travels on
+    PP.sync may interrupt DP.sync every so many bytes as the measured bandwidth asks for. Over TCP a bucket is sent on
     as many connections as the longest round trip asks for.
 
     Args:
@@ -110,7 +110,7 @@ def connect_shards(
 ) -> _C.TensorSync:
     """Returns this rank's part in the TP.sync of its stage; all ranks of its tensor-parallel group call, two at least.
 
-    It is what `TensorParallelGroup` takes. Tensors in host memory travel over TCP, or over `groups.tensor`; those on a
+    It is what `TensorParallelGroup` takes. Tensors in host memory go over TCP, or over `groups.tensor`; those on a
     device always over the latter. Whoever closes it does so before the groups.
 
     Args:

@@ -62,7 +62,7 @@ Shared = Mapping[str, str]
 def compare(world: WorldGroup, of_all: Shared, of_place: Shared = MappingProxyType({})) -> str:
     """Compares what ranks must have in common; returns a short hash of `of_all`. All ranks of the job call.
 
-    They exchange a hash each; what stands behind it travels where there is a difference.
+    They exchange a hash each; what it is of is sent where there is a difference.
 
     Args:
         of_all: the same on every rank.

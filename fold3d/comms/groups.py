@@ -53,8 +53,8 @@ class Groups:
     library: in a gloo group every rank is connected with every other, so none is over replicas or stages where
     gradients need none. What these, and all ranks, tell each other goes over the trees of `world`, and what of that
     lies on an accelerator, as the gradient norm does, by its library in groups of the same ranks. Each group of `p2p`
-    and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations and gradients travel
-    otherwise and have no groups.
+    and `rings` has a thread of gloo, the other groups one together. Without `with_p2p` activations and gradients go
+    elsewhere and have no groups.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def new_group(
 
     torch gives every gloo group a device of its own, and every device a thread that wakes up 100 times a second even
     when nobody calls it. Where several ranks share a host's cores, the wake-ups of some groups per rank are a third of
-    all and delay the passes. These groups share a device, unless `own_thread` is set: for tensors that travel while
+    all and delay the passes. These groups share a device, unless `own_thread` is set: for tensors that are sent while
     those of other groups do.
 
     Collective: all ranks of the default group call it, in the same order.

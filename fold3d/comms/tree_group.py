@@ -26,7 +26,7 @@ from fold3d.faults.progress import Progress
 class Family:
     """Some ranks with gloo connections of their own, each with each; the first of them is the top.
 
-    All of them construct it and make the same calls in the same order. What travels is bytes in host memory.
+    All of them construct it and make the same calls in the same order. What is sent is bytes in host memory.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, timeout: float):
@@ -179,7 +179,7 @@ class TreeGroup:
 
     All of them construct it and make the same calls in the same order. Sums have one order, that of the tree: a
     member's own value, then the sums of the subtrees below it, in ascending order. What comes down is the first
-    member's, so all have the same bits. Tensors travel through host memory, unless `use_library` was called for theirs.
+    member's, so all have the same bits. Tensors go through host memory, unless `use_library` was called for theirs.
 
     A wait ends after `timeout` seconds, and within a moment when `progress` is told of a failure: methods raise
     DistNetworkError then, and when a rank cannot be reached.
@@ -213,11 +213,11 @@ class TreeGroup:
 
     @property
     def library(self) -> Any:
-        """torch's group by which tensors on devices travel; None: through host memory."""
+        """torch's group by which tensors on devices are sent; None: through host memory."""
         return self._library
 
     def use_library(self, group: Any) -> None:
-        """Tensors on devices travel by torch's `group` of the same ranks from now on, with None through host memory;
+        """Tensors on devices are sent by torch's `group` of the same ranks from now on, with None through host memory;
         all members call."""
         self._library = group
 

@@ -145,7 +145,7 @@ class Bucket:
     parameter in the main gradients' dtype accumulates straight into its view, another one's gradients are added by
     `accumulate`.
 
-    With two `sets` of gradients a step's take up gradients while those of the step before travel, see `turn`.
+    With two `sets` of gradients a step's take up gradients while those of the step before are summed, see `turn`.
 
     Attributes:
         number: position in the order of the forward pass, the same on all replicas.

@@ -13,7 +13,7 @@ On an accelerator it is streams that wait: the host goes on as soon as what it w
 
 Every way gives the same bits: the same sums, the same norm, the same element-wise arithmetic.
 
-With gradient_delay=1 norm and update are of gradients of the step before, which travel under it (`LateGradients`).
+With gradient_delay=1 norm and update are of gradients of the step before, which are summed under it (`LateGradients`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DpSync(GradientSync):
         """Args:
         rings: that move the buckets; with `clock`.
         read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
-        Raises: ConfigError for gradients that cannot travel as `config` says.
+        Raises: ConfigError for gradients that cannot be summed as `config` says.
         """
         topology, progress = groups.topology, groups.world.progress
         wire = torch.bfloat16 if config.dp_sync_dtype == "bfloat16" else torch.float32

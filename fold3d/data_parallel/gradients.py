@@ -40,7 +40,7 @@ def tied_parameters(cut: RankModel, groups: Groups) -> Tied:
 def sum_tied(tied: Tied) -> None:
     """Sums the gradients of parameters that several ranks of a replica hold, in place, in the order of their names.
 
-    Every rank of a group must call with the same names; what a group sums travels together.
+    Every rank of a group must call with the same names; what a group sums is sent together.
     """
     by_group: dict[int, list[tuple[Parameter, Any]]] = {}
     for name in sorted(tied):

@@ -36,7 +36,7 @@ class BucketTransfers:
         clock: of the device, for the waits.
         wire_dtype: bfloat16: gradients are rounded to it for each journey, added in float32, and the sums are rounded
             to it, so that gathers of them change nothing. Sums over tied weights come after that and are gathered as
-            they are, as weights are. float32: everything travels as it is.
+            they are, as weights are. float32: everything is sent as it is.
         Raises: ConfigError for gradients that are not float32, and would lose what they are kept in.
         """
         self._rounds = wire_dtype == torch.bfloat16

@@ -135,7 +135,7 @@ class Links:
         submeshes = model.cut.placement.submeshes()
         groups = Groups(topology, device, timeout, submeshes, with_p2p=not over_tcp, world=world)
         _ends_with(groups, life, undo)
-        # Late sums have a whole step to travel; what is gathered is needed first.
+        # Late sums have a whole step; what is gathered is needed first.
         late = config.gradient_delay > 0
         arbiter = join_nic_arbiter(topology, groups, model.name, config.preempt, device, gathers_first=late)
         hosts, clock = find_hosts(groups), _C.StreamClock(device)

@@ -137,7 +137,7 @@ class Step:
             # 5. Gradients begin at zero; a bucket is given to the rings once all its gradients are there.
             chunks = schedule.reduce_order(self._topology.pp_rank)
             self.sync.begin(len(micro_batches), chunks, whole=reads_gradients)
-            # 6. Forwards and backwards, in the order of the schedule; sums travel under them.
+            # 6. Forwards and backwards, in the order of the schedule; gradients are summed under them.
             try:
                 with self.overlap.step():
                     losses = self.pipeline.run(schedule, micro_batches, backward=True)

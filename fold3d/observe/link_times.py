@@ -1,4 +1,4 @@
-"""LinkTimes: how fast messages between chunks travelled in the last steps, by border and direction."""
+"""LinkTimes: how fast messages between chunks were sent in the last steps, by border and direction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LinkTimes:
             self._steps.append(step)
 
     def traffic(self) -> Traffic:
-        """Returns what travelled in the window. A message's sender may wait for its receiver, and a sender's buffers
+        """Returns what was sent in the window. A message's sender may wait for its receiver, and a sender's buffers
         take small ones at once: where this rank has received as well as sent, what it received counts."""
         whole: dict[tuple[Link, bool], tuple[int, int]] = {}
         for step in self._steps:
@@ -63,7 +63,7 @@ def rates_of(shares: Sequence[Traffic], borders: int, otherwise: float) -> tuple
 
     Args:
         shares: of all ranks.
-        otherwise: what a border has over which nothing travelled.
+        otherwise: what a border has over which nothing was sent.
     """
 
     def rate(link: Link) -> float:

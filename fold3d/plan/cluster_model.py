@@ -128,9 +128,9 @@ class ClusterCosts:
     copies_share: bool = False
     """Whether both directions together have no more."""
     gradient_share: float = 1.0
-    """Of the bytes of gradients what travels; parameters, which zero1 gathers, travel whole."""
+    """Of the bytes of gradients what is sent; parameters, which zero1 gathers, are sent whole."""
     gradient_delay: int = 0
-    """1: gradients are taken a step later, and travel under all of it."""
+    """1: gradients are taken a step later, and summed under all of it."""
     ranks_per_host: int = 1
     """Ranks replica * pp + stage are placed in order; those of one host share its card."""
     slice_bytes: int = 1 << 20

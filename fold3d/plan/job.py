@@ -99,7 +99,7 @@ class TrainingJob:
     offload_optimizer: bool = False
     """Whether the optimizer's state lies in host memory; the profile's `update_seconds` are then of updates there."""
     gradient_share: float = 1.0
-    """Of the bytes of gradients, as they are kept, what travels."""
+    """Of the bytes of gradients, as they are kept, what is sent."""
     gradient_delay: int = 0
     """Steps until the optimizer takes them."""
     flush: bool = True

@@ -72,7 +72,7 @@ def measure_network(
         activation_bytes: of a pipeline message.
         seconds: about how long to measure; growing to the size that is measured may take as long again.
         compute: does a small piece of work so many times, while so many reduce-scatters (of one replica: messages) of
-            so many bytes travel, and returns when both are done. None: nobody looks whether they delay it.
+            so many bytes are sent, and returns when both are done. None: nobody looks whether they delay it.
         shares_cores: whether what moves bytes takes the cores that compute.
     """
     toll = 0.0
@@ -118,7 +118,7 @@ def measure_shards(
 
     Args:
         sum_up: sums so many bytes over the tensor-parallel group and returns when the sum is here.
-        compute: does a small piece of work so many times, while a number of sums of so many bytes travel, and returns
+        compute: does a small piece of work so many times, while a number of sums of so many bytes run, and returns
             when both are done.
         size: bytes of a sum in training, the largest.
         seconds: about how long to measure.
@@ -157,7 +157,7 @@ def _toll(
         compute(times, sums, size)
         return time.perf_counter() - begin, time.process_time() - cores
 
-    # Longer than the sums travel, so that all they take is taken from it.
+    # Longer than the sums take, so that all they take is taken from it.
     while slowest([spent(0, times)[0]])[0] < 2 * lasting and times < _MOST_BURST:
         times *= 2
     # In turns: what else the machine does would count for one of them.
@@ -215,7 +215,7 @@ def probe_network(
     All pipelines and all replicas measure at the same time, so ranks that share a network card share it here, too.
 
     Args:
-        groups: with p2p groups and rings unless `over_tcp`; tensors that travel are on their device.
+        groups: with p2p groups and rings unless `over_tcp`; tensors that are sent are on their device.
         timeout: seconds that no message and no sum may take longer than.
         over_tcp: as in training: connections and rings of our own, else torch's process groups.
         activation_bytes: of a pipeline message.
@@ -279,7 +279,7 @@ def _computing(start: Start, device: torch.device) -> Callable[[int, int, int], 
 
 
 def probe_shards(groups: Groups, timeout: float, *, over_tcp: bool, size: int, seconds: float = 0.4) -> ShardLink:
-    """Returns what TP.sync travels by, of the slowest rank; all ranks of the job call it.
+    """Returns the link of TP.sync of the slowest rank; all ranks of the job call it.
 
     All tensor-parallel groups measure at the same time, so ranks that share a network card share it here, too.
 

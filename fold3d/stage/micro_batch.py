@@ -1,4 +1,4 @@
-"""MicroBatch: what travels through the chunks of a rank, from the batch of a replica to the share of its loss."""
+"""MicroBatch: what goes through the chunks of a rank, from the batch of a replica to the share of its loss."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class BorderParts:
     clusters" (2021), section 4.1: between stages a rank sends 1 / tp of an activation, and the next stage's ranks
     gather it over the links that they have among themselves; gradients go back alike.
 
-    Only what is the same in every micro-batch decides which tensors travel in parts, since the receiver has no whole
+    Only what is the same in every micro-batch decides which tensors are sent in parts, since the receiver has no whole
     one to look at: floating point, with a last dimension that divides and is one that the model's weights have, so that
     it does not change with the lengths of samples. Hidden states of which each rank has a part already are left alone.
     """
@@ -169,7 +169,7 @@ class ShardedChunk:
         operators: OperatorChecks,
     ) -> None:
         """Args:
-        parts: None where nothing travels between stages.
+        parts: None where nothing is sent between stages.
         kept: what its modules exchange.
         in_halves: whether micro-batches of the step under way run in halves.
         operators: looks at what blocks have run.

@@ -26,7 +26,7 @@ class TensorParallelGroup:
     Every rank of the group makes the same calls in the same order, in forwards and in backwards. Results are the same
     on every rank, to the bit, and new tensors unless it is said otherwise. What runs are the operators
     `torch.ops.fold3d.tp_*`, which torch.compile does not look into. Where code runs again nothing is communicated
-    (`kept`), and of functions that take turns (`turns`) one's exchange travels while another one computes.
+    (`kept`), and of functions that take turns (`turns`) one's exchange runs while another one computes.
 
     Raises: what the group's TensorSync raises (CommError), or torch's for a c10d group.
     """

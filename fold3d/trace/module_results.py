@@ -32,7 +32,7 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 class TreeStructure:
     """Nested tuples, lists, dicts or model outputs around tensors and constants.
 
-    Only the tensors travel between ranks. The rest (nesting, `None`, numbers) is recorded once and is the
+    Only the tensors are sent between ranks. The rest (nesting, `None`, numbers) is recorded once and is the
     same for every micro-batch; `flatten` checks that.
     """
 
@@ -57,7 +57,7 @@ class TreeStructure:
         for _, leaf in constants:
             if not isinstance(leaf, _CONSTANTS):
                 raise TraceError(
-                    f"block '{where}' returns a {type(leaf).__name__}, which cannot travel between ranks: "
+                    f"block '{where}' returns a {type(leaf).__name__}, which cannot be sent between ranks: "
                     "only tensors, numbers, strings and None can. Return tensors from the blocks, or "
                     "choose other blocks with the setting `blocks`."
                 )
@@ -161,4 +161,4 @@ class Crossing:
 
 
 Crossings = tuple[Crossing, ...]
-"""Of one border, in the order in which they travel: in which they were returned."""
+"""Of one border, in the order in which they are sent: in which they were returned."""

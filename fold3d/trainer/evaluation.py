@@ -246,7 +246,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
 
     def _reads_only_loss(self) -> bool:
         """Whether of what the model returns nothing but the loss is read: what a tower's results are carried along for,
-        in the object that is returned, then need not travel. With tp > 1 all calls must need the same."""
+        in the object that is returned, then need not be sent. With tp > 1 all calls must need the same."""
         return not self._computes_loss_otherwise() and self.label_smoother is None and self.args.tp == 1
 
     def evaluate(self, *args: Any, **named: Any) -> Any:

@@ -87,7 +87,7 @@ def _on_host(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """Of a defaultdict, whose factory may be a function that cannot travel: the receiver has its own."""
+    """Of a defaultdict, whose factory may be a function that pickle refuses: the receiver has its own."""
 
     values: dict[Any, Any]
     factory: Callable[[], Any] | None
@@ -112,7 +112,7 @@ def _travels(value: Any) -> bool:
 
 
 def _with_factories(value: Any, mine: Any) -> Any:
-    """Returns what `_without_factories` was given; where a factory did not travel, with that of `mine`."""
+    """Returns what `_without_factories` was given; where a factory was not sent, with that of `mine`."""
     if isinstance(value, _Entries):
         factory = value.factory or (mine.default_factory if isinstance(mine, defaultdict) else None)
         made: defaultdict[Any, Any] = defaultdict(factory)

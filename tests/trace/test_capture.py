@@ -266,7 +266,7 @@ class TestRefusals:
                 return self.linear(x[0] if isinstance(x, tuple) else x), Carrier()
 
         model = nn.Sequential(Odd(), Odd())
-        with pytest.raises(TraceError, match=r"block '0' returns a Carrier, which cannot travel"):
+        with pytest.raises(TraceError, match=r"block '0' returns a Carrier, which cannot be sent"):
             trace(model, blocks=".", example={"input": torch.zeros(2, 4)})
 
 

@@ -5,7 +5,7 @@ of which this is number s from 0, the backward of micro-batch u = t - (p - 1 - s
 
     begin_slice      micro-batch t gets the version that it takes in both passes
     F(t), B(u)       each on its own version
-    end_slice        loss and norm of u travel beside what follows
+    end_slice        loss and norm of u are sent beside what follows
     update           W(u) = W(u-1) - update(g(u)), with the optimizer's settings of step u
 
 A stage has n versions, of which micro-batch t takes that with the updates up to t - n: the newest which the stage has

@@ -1,4 +1,4 @@
-"""LateGradients: gradients that an optimizer takes a step later, so that their sums travel under a whole step.
+"""LateGradients: gradients that an optimizer takes a step later, so that they are summed under a whole step.
 
 With gradient_delay=1 the step t computes the gradients g of the weights W(t), and ends with
 
@@ -26,7 +26,7 @@ class LateGradients:
     """The gradients of the step before, of one rank; all replicas of its stage make the same calls.
 
     Buckets have two sets of gradients. One takes up those of a step, and is the bucket's own from the optimizer's step
-    until the backwards are over; then they turn, and the other one is, whose sums have had this step to travel.
+    until the backwards are over; then they turn, and the other one is, which had this step to be summed.
 
     Attributes:
         settings: of the optimizer, when it was called in the step that made the gradients; None: there are none.

@@ -4,7 +4,7 @@ A step's list on a rank (`_C.without_flush`) has all forwards of step t and, lef
 
     begin_slice      gradients of step t-1 go on being added up
     forwards of t    on W(t), which each layer is stepped to before its first one; backwards of t-1 on W(t-1)
-    chunk_done       the last backward of t-1 is over: its sums, then its norm, travel beside what follows; backwards
+    chunk_done       the last backward of t-1 is over: its sums, then its norm, are sent beside what follows; backwards
                      of step t, on W(t), add to the other set of gradients
     end_slice        waits for the norm of t-1, and for the loss
     update           W(t+1) = W(t) - update(g(W(t-1))), as with a flush (`LateGradients`), in the memory of W(t-1)

@@ -1,5 +1,5 @@
-"""HostCopies: weights and gradients travel to host memory for the optimizer's step there, and weights back (Ren et al.,
-ZeRO-Offload, 2021, section 4).
+"""HostCopies: weights and gradients are copied to host memory for the optimizer's step there, and weights back (Ren et
+al., ZeRO-Offload, 2021, section 4).
 
 Two slots of host memory, pinned beside an accelerator, take turns: while the optimizer works in one, gradients come to
 the other and weights leave it. Copies have streams of their own, one for each direction.

@@ -14,7 +14,7 @@ from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import check_groups, parts_of
 
 _PART_BYTES = 16 << 20
-"""Parameters of so many bytes travel together: enough for the full speed of a copy, few for the slots."""
+"""Parameters of so many bytes are copied together: enough for the full speed of a copy, few for the slots."""
 
 
 class HostSteps:

@@ -1,5 +1,5 @@
 """How gradients are summed over the replicas: in which way, in buckets of how many bytes, in which dtype, and how
-long they may travel.
+long their sums may take.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KNOB = Knob(
 
 
 def gradient_share(dtype: str) -> float:
-    """Returns what of a gradient's bytes travels."""
+    """Returns what of a gradient's bytes is sent."""
     return 0.5 if dtype == "bfloat16" else 1.0
 
 

@@ -66,7 +66,7 @@ def seconds(regions: Sequence[TpInterval], overlap: str, parts: int = 2) -> floa
 
 
 def fused_sync(compute: float, sync: float) -> float:
-    """Returns for how long an exchange travels while the products next to it, FUSED_SHARE of `compute`, run."""
+    """Returns for how long an exchange runs while the products next to it, FUSED_SHARE of `compute`, run."""
     return min(sync, FUSED_SHARE * compute)
 
 
