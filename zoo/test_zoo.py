@@ -198,6 +198,6 @@ def test_the_tables_tell_their_columns_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_is_wrong_and_the_table_is_current(kind: str) -> None:
     said = table.read(table.TABLE)
-    for case, found in run(select(all_cases(), [kind])):
+    for case, found in run(select(all_cases(), [kind]), 240.0):
         assert found.outcome != WRONG, (case.name, found.reason)
         assert found.outcome == said[case.kind, case.name].outcome, (case.name, found)

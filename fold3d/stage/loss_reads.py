@@ -5,6 +5,7 @@ rank has a part (ShardReads).
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import weakref
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from fold3d.errors import WAYS_OUT, ConfigError, SplitError
@@ -26,7 +27,7 @@ from fold3d.torch_private import StorageLabels, running_modules
 from fold3d.trace.blocks import modules_around
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trace.model_trace import Trace
-from fold3d.trace.state import CONTAINERS, holders
+from fold3d.trace.state import CONTAINERS, attributes_of, has_attributes, holders, set_attribute
 from fold3d.trace.wrappers import users_hooks, whole_shape
 from fold3d.weights.release import missing
 
@@ -156,8 +157,7 @@ class ForeignTensors:
             if of < first or name.startswith(before):
                 module = self._model.get_submodule(owner)
                 stands_in = missing(f"what the attribute {name} keeps")
-                value = tree_map_only(Tensor, lambda _, one=stands_in: one, vars(module).get(attribute))
-                coat.put(Wrap.ELSEWHERE, module, {attribute: value})
+                coat.put(Wrap.ELSEWHERE, module, {attribute: _with_instead(vars(module).get(attribute), stands_in)})
 
     def hooked(self) -> str:
         """Returns the name of a module that has hooks of the user's; "" where none has."""
@@ -211,6 +211,22 @@ class ForeignTensors:
             return True
         arrived = run.cargo.arrived.items()
         return any(tensor is one for (of, _), values in arrived if of == name for one in values.values())
+
+
+def _with_instead(value: Any, stands_in: Tensor) -> Any:
+    """Returns `value`, containers and objects however deep, with `stands_in` in the place of its tensors."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return stands_in
+        if not has_attributes(leaf) or isinstance(leaf, nn.Module):
+            return leaf
+        made = copy.copy(leaf)
+        for name, one in attributes_of(leaf).items():
+            set_attribute(made, name, _with_instead(one, stands_in))
+        return made
+
+    return tree_map(of_leaf, value)
 
 
 def _refuse(name: str) -> NoReturn:

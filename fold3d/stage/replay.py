@@ -18,21 +18,21 @@ from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
-from fold3d.stage.users_state import is_users_object, may_write_unseen
+from fold3d.stage.users_state import may_write_unseen
 from fold3d.trace.state import (
     ABSENT,
     CONTAINERS,
     MOST_COPIED,
+    OF_EVERY_MODULE,
     OTHER,
     PLAIN,
     attributes_of,
     holders,
+    is_users_object,
     plain,
     same,
     set_attribute,
 )
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class ModelValues:
@@ -111,7 +111,7 @@ class PlainAttributes:
         has_hook: bool | None = None
         for key, known in self.values.items():
             held = attributes_of(self._holders[key])
-            for name in known.keys() | (held.keys() - _OF_EVERY_MODULE):
+            for name in known.keys() | (held.keys() - OF_EVERY_MODULE):
                 one, other = known.get(name, ABSENT), held.get(name, ABSENT)
                 if one is other or one is OTHER or same(one, other) or (now := plain(other)) is OTHER:
                     continue
@@ -147,7 +147,7 @@ def _plain_attributes_of(holder: object) -> dict[str, Any]:
     return {
         name: value if type(value) in PLAIN else plain(value)  # written out: there are many of them
         for name, value in attributes_of(holder).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in OF_EVERY_MODULE
     }
 
 

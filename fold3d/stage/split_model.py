@@ -43,6 +43,7 @@ from fold3d.trace.arguments import ancestors
 from fold3d.trace.coat import Coat, Wrap, row_beneath
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.shape_only import ShapeOnly
+from fold3d.trace.state import SHARED_STATE, StateBetween
 from fold3d.weights.release import at_home
 
 _AS_RECORDED = (
@@ -100,6 +101,7 @@ class SplitModel:
         self._callable = ancestors(trace.blocks)
         self._state = ModelState(model)
         self._foreign = ForeignTensors(self._coat, model, trace, computes_loss=computes_loss)
+        self._between = StateBetween(model, trace.blocks)
         self._last_run: ChunkRun | None = None
         self._is_busy = False
         self._install_all()
@@ -336,6 +338,7 @@ class SplitModel:
         # What the recording has not seen anybody read shows, if somebody does; hooks of the user's see it anyway.
         fill = 0.0 if self._foreign.hooked() else math.nan
         run = ChunkRun(blocks, last, device, seed, self._constants, inputs, borders, fill)
+        self._between.begin()
         if key is not None:
             self._generators = run.generators
         return run
@@ -393,13 +396,25 @@ class SplitModel:
 
     # -- instance forwards --
 
+    def _watching_state(self, name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a block's forward that raises SplitError when it goes on counting what a block before has counted."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._between.enter()
+            result = execute(*args, **kwargs)
+            for what, before in self._between.leave(name):
+                raise SplitError(f"{SHARED_STATE.format(before, name, what)}, or set pp=1 and segments=1")
+            return result
+
+        return run if self._between else execute
+
     def _install_block(self, name: str, indices: Sequence[int]) -> None:
         module, original = self._whole(name)
         enter = seeding.constant_of(f"{name}:enter")
         leave = self._constants[indices[0]]
         places, calls = frozenset(indices), self._trace.calls
 
-        execute = recomputed(module, original) if name in self._recompute else original
+        execute = self._watching_state(name, recomputed(module, original) if name in self._recompute else original)
         # Of the blocks that are left out, C++ skips those for which the last one can stand, unless anything is
         # unusual.
         shape_only = ShapeOnly(name, module)

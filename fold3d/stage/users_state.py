@@ -20,16 +20,23 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
-from fold3d.trace.state import ABSENT, MOST, PLAIN, PYTHONS_OWN, attributes_of, holders, slots_of
+from fold3d.trace.state import (
+    ABSENT,
+    MOST,
+    OF_EVERY_MODULE,
+    PLAIN,
+    attributes_of,
+    has_attributes,
+    holders,
+    is_users,
+    is_users_object,
+    slots_of,
+)
 from fold3d.trace.wrappers import users_hooks
 
 _PLAIN = tuple(PLAIN)
 _LISTS = (list, tuple, deque)
-_FRAMEWORKS = PYTHONS_OWN | frozenset(
-    ("accelerate", "datasets", "evaluate", "fold3d", "numpy", "peft", "tokenizers", "torch", "tqdm", "transformers")
-)
-"""Packages whose objects are not looked into where they are attributes of the user's: no loss function sets theirs."""
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward")) - {"training"}
+_OF_EVERY_MODULE = (OF_EVERY_MODULE | {"forward"}) - {"training"}
 """Not attributes of the user's: forwards are put on while a loss function runs."""
 UNKNOWN = object()
 """In the place of a value that was not kept."""
@@ -239,7 +246,7 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
         elif isinstance(one, MethodType):
             todo.extend(((one.__self__, is_named), (one.__func__, is_named)))
         elif isinstance(one, FunctionType):
-            if is_named or _is_users(one.__module__):
+            if is_named or is_users(one.__module__):
                 what = f"variable of {one.__qualname__}"
                 spaces = [Namespace(each, one.__code__, what) for each in (_Cells(one), _Globals(one), vars(one))]
                 found += [space for space in spaces if space.values]
@@ -250,11 +257,11 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
                 todo.extend(
                     (one.__globals__[name], False) for name in _names_in(one.__code__) if name in one.__globals__
                 )
-        elif _has_attributes(one) and (is_named or _is_users(type(one).__module__)):
+        elif has_attributes(one) and (is_named or is_users(type(one).__module__)):
             kind = type(one)
             found.append(namespace_of(one))
             todo.extend((value, False) for value in found[-1].values.values())
-            if _is_users(kind.__module__):
+            if is_users(kind.__module__):
                 todo.append((kind, True))
         elif type(one) is dict and is_named and len(one) <= MOST:
             found.append(Namespace(one, (dict,), "entry of an argument of the function"))
@@ -291,12 +298,12 @@ def may_write_unseen(model: nn.Module) -> bool:
             todo.extend((one.fget, one.fset) if isinstance(one, property) else (one.func, one.args, one.keywords))
         elif isinstance(one, FunctionType):
             todo.extend(_Cells(one).values())
-            names = set(_names_in(one.__code__, texts=True)) if _is_users(one.__module__) else set()
+            names = set(_names_in(one.__code__, texts=True)) if is_users(one.__module__) else set()
             if not names.isdisjoint(_UNSEEN):
                 return True
             todo.extend(one.__globals__[name] for name in names if name in one.__globals__)
         elif isinstance(one, type):
-            todo.extend(value for kind in one.__mro__ if _is_users(kind.__module__) for value in vars(kind).values())
+            todo.extend(value for kind in one.__mro__ if is_users(kind.__module__) for value in vars(kind).values())
         elif isinstance(one, (dict, *_LISTS)):
             todo.extend(one.values() if isinstance(one, dict) else one) if len(one) <= MOST else None
         elif is_users_object(one):
@@ -315,7 +322,7 @@ class SharedValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = dict.fromkeys(type(module) for module in model.modules() if _is_users(type(module).__module__))
+        kinds = dict.fromkeys(type(module) for module in model.modules() if is_users(type(module).__module__))
         functions: list[Any] = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
         held = holders((name, one) for name, one in model.named_modules() if type(one) in kinds)
         called = (FunctionType, MethodType, functools.partial)
@@ -326,13 +333,13 @@ class SharedValues:
             for space in namespaces_of([*functions, *kinds], model)
             if not isinstance(space.owner, nn.Module) and id(space.owner) not in known
         ]
-        self._flags: set[tuple[int, str]] = set()
+        self._flags: dict[tuple[int, str], bool] = {}
         self._parameters = dict(model.named_parameters()) if kinds else {}
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Around the model's forward as a chunk. Raises: SplitError when such a value is another one behind it."""
-        before, frozen = [space.contents() for space in self._spaces], self._frozen()
+        before, frozen = self._contents(), self._frozen()
         yield
         written = [name for name, version in self._frozen().items() if frozen.get(name, version) != version]
         if written:
@@ -341,15 +348,15 @@ class SharedValues:
                 "blocks runs once for each chunk of the model: do that in a callback (on_step_end), or set pp=1 and "
                 "segments=1, where nothing is cut"
             )
-        for number, name in self._counted(before):
-            if isinstance(self._spaces[number].values.get(name), bool) and (number, name) not in self._flags:
-                self._flags.add((number, name))  # that something has been done once
-                continue
+        for number, name in _counted(self._spaces, before, self._contents(), self._flags):
             raise SplitError(
                 f"the model's forward changes {name!r} ({self._spaces[number].what}). In a model that is cut, chunks "
                 "and micro-batches run in another order than in one process, and in several processes, so it would not "
                 "count what it counts there: keep it on the module (self.x), or set pp=1 and segments=1"
             )
+
+    def _contents(self) -> list[Contents]:
+        return [space.contents() for space in self._spaces]
 
     def _frozen(self) -> dict[str, int]:
         """Returns how often each weight that is not trained was written to."""
@@ -359,16 +366,29 @@ class SharedValues:
     @contextlib.contextmanager
     def put_back(self, changed: list[str]) -> Iterator[None]:
         """Around a run that leaves no traces; the names of what it has changed are added to `changed`."""
-        before = [space.contents() for space in self._spaces]
+        before = self._contents()
         values = [then.copies() for then in before]
         yield
-        for number, name in self._counted(before):
+        for number, name in _counted(self._spaces, before, self._contents()):
             changed.append(f"{name} ({self._spaces[number].what})")
             _put_back(self._spaces[number].values, name, values[number].get(name))
 
-    def _counted(self, before: Sequence[Contents]) -> Iterator[tuple[int, str]]:
-        for number, (space, then) in enumerate(zip(self._spaces, before, strict=True)):
-            for name in sorted(space.contents().counted(then)):
+
+def _counted(
+    spaces: Sequence[Namespace],
+    before: Sequence[Contents],
+    now: Sequence[Contents],
+    flags: dict[tuple[int, str], bool] | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Yields which values of `spaces` count, see `Contents.counted`, by number of the namespace and name.
+
+    Args:
+        flags: gets what truth values become first. To become that is none: it says that something has been done.
+    """
+    for number, (space, then, contents) in enumerate(zip(spaces, before, now, strict=True)):
+        for name in sorted(contents.counted(then)):
+            value = space.values.get(name)
+            if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
                 yield number, name
 
 
@@ -388,10 +408,10 @@ class ModelState:
         seen: set[int] = set()
         for module in model.modules():
             self.namespaces.append(namespace_of(module))
-            of_class = vars(type(module)).values() if _is_users(type(module).__module__) else ()
+            of_class = vars(type(module)).values() if is_users(type(module).__module__) else ()
             own = (one for name, one in vars(module).items() if name not in _OF_EVERY_MODULE)
             for one in (*own, *of_class):
-                if id(one) not in seen and _has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
+                if id(one) not in seen and has_attributes(one) and not isinstance(one, (FunctionType, nn.Module)):
                     seen.add(id(one))
                     self.namespaces.append(namespace_of(one))
         self.namespaces += [
@@ -478,23 +498,6 @@ def namespace_of(one: object) -> Namespace:
 def is_state(value: Any) -> bool:
     """Whether a value is a number, text, a tensor, an array, a container, or an object of a class of the user's."""
     return isinstance(value, (*_PLAIN, dict, set, frozenset, *_LISTS, Tensor, np.ndarray)) or is_users_object(value)
-
-
-def is_users_object(value: Any) -> bool:
-    """Whether a value is an object with attributes whose class is the user's."""
-    return _has_attributes(value) and not isinstance(value, FunctionType) and _is_users(type(value).__module__)
-
-
-def _has_attributes(one: object) -> bool:
-    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType, dict, set, frozenset, *_LISTS)):
-        return False
-    return isinstance(getattr(one, "__dict__", None), dict) or (
-        hasattr(one, "__slots__") and _is_users(type(one).__module__)
-    )
-
-
-def _is_users(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in _FRAMEWORKS
 
 
 def version(value: Any) -> Version:

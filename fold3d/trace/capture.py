@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
 from fold3d.device import library_rng_state, same_library_rng_state
@@ -25,6 +24,7 @@ from fold3d.trace.model_trace import BlockCost, Trace, regions_of, stack_of
 from fold3d.trace.module_results import TreeStructure
 from fold3d.trace.recorder import Recorder
 from fold3d.trace.shadow import Shadow, shadow_of
+from fold3d.trace.state import OF_EVERY_MODULE, tensors_in
 from fold3d.trace.without_values import NEEDS_VALUES, WholeAttention, WithoutMemory
 
 _NOT_THE_MODELS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
@@ -201,13 +201,14 @@ def place_of(error: BaseException) -> str:
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in attributes of modules, or in containers there, besides parameters and buffers."""
+    """Yields the tensors in attributes of modules, or in containers and objects there, besides parameters and
+    buffers."""
+    seen = set[int]()
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_buffers", "_modules") and not callable(value):
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor):
-                        yield f"{name}.{attribute}".lstrip("."), leaf
+            if attribute not in OF_EVERY_MODULE and not callable(value):
+                for tensor in tensors_in(value, seen):
+                    yield f"{name}.{attribute}".lstrip("."), tensor
 
 
 def _summarise(

@@ -32,7 +32,7 @@ from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
 from fold3d.trace.made_up import run_with_values
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
-from fold3d.trace.state import StateBehind
+from fold3d.trace.state import SHARED_STATE, StateBehind, StateBetween, tensors_in
 from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import is_ours
 
@@ -210,7 +210,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changing: set[str] = set()
         self._code = Code(model)
         names = list(blocks)
-        self._state = StateBehind(model, names)
+        self._state, self._between = StateBehind(model, names), StateBetween(model, names)
+        self._going_on: list[tuple[int, int, str]] = []
+        """The first and another block that change an attribute, and which."""
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
             for module in list(model.get_submodule(block).modules())[1:]:
@@ -247,6 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.order.append(name)
             self.calls.append(call)
             self._buffers = buffers_of(module)
+            self._between.enter()
             self._hooks.begin()
             region = self.regions[-1]
             region.parameters.update(f"{name}.{p}" for p, _ in module.named_parameters(remove_duplicate=False))
@@ -323,6 +326,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs.append(output)
         self._block = self._made = None
         self._state.note()
+        here = len(self.order) - 1
+        self._going_on += [(first, here, what) for what, first in self._between.leave(here)]
         self.regions.append(RegionRecord())
         return output
 
@@ -426,9 +431,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read_result(self, result: Any) -> None:
         """Notes that the forward's result is read at the end: it must be right on the last chunk."""
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._read_tokens(self._key(leaf), "the model's result")
+        for tensor in tensors_in(result):
+            self._read_tokens(self._key(tensor), "the model's result")
 
     def _read_tokens(self, key: int, reader: str) -> frozenset[Token]:
         here = self._region()
@@ -502,6 +506,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reasons[border] = reasons[border] or (
                     f"'{name}' runs before and after it, and changes buffers of its own each time"
                 )
+        for first, last, what in self._going_on:
+            for border in range(first + 1, last + 1):
+                reasons[border] = reasons[border] or SHARED_STATE.format(self.order[first], self.order[last], what)
         for token, (last, reader) in self._in_order():
             why = self._why_not(token, last)
             if why:

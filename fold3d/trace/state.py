@@ -8,6 +8,7 @@ import array
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -40,8 +41,13 @@ PYTHONS_OWN = frozenset(sys.stdlib_module_names) - {"__main__", "argparse", "col
 """Packages of Python whose objects keep nothing for a model."""
 ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
 """Of which a copy goes on by itself."""
+_FRAMEWORKS = PYTHONS_OWN | frozenset(
+    ("accelerate", "datasets", "evaluate", "fold3d", "numpy", "peft", "tokenizers", "torch", "tqdm", "transformers")
+)
+"""Packages whose objects are not looked into where they are attributes of the user's: no loss function sets theirs."""
 _LIBRARIES = PYTHONS_OWN | {"fold3d", "numpy", "torch"}
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of attributes that all modules have, and that are not the user's."""
 _NO_HOLDERS = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.dtype)
 
 
@@ -72,6 +78,25 @@ def set_attribute(holder: object, name: str, value: Any) -> None:
         vars(holder)[name] = value
 
 
+def is_users_object(value: Any) -> bool:
+    """Whether a value is an object with attributes whose class is the user's."""
+    return has_attributes(value) and not isinstance(value, FunctionType) and is_users(type(value).__module__)
+
+
+def has_attributes(one: object) -> bool:
+    """Whether a value is an object with attributes, and no class, function of C, tensor or container."""
+    if isinstance(one, (type, ModuleType, Tensor, BuiltinFunctionType, dict, set, frozenset, list, tuple, deque)):
+        return False
+    return isinstance(getattr(one, "__dict__", None), dict) or (
+        hasattr(one, "__slots__") and is_users(type(one).__module__)
+    )
+
+
+def is_users(module: str | None) -> bool:
+    """Whether a module of that name is the user's code."""
+    return (module or "").partition(".")[0] not in _FRAMEWORKS
+
+
 def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
     """Returns whose attributes the code of some modules may set, by path, such as "head", "head.memory", "caches[0]".
 
@@ -87,7 +112,7 @@ def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
             seen.add(id(one))
             found[path] = one
             for name, value in attributes_of(one).items():
-                if name not in _OF_EVERY_MODULE or not isinstance(one, nn.Module):
+                if name not in OF_EVERY_MODULE or not isinstance(one, nn.Module):
                     todo.extend(_inside(f"{path}.{name}".lstrip("."), value))
     return found
 
@@ -102,6 +127,34 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
                 yield from _inside(f"{path}[{key!r}]", one)
     elif kind.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or slots_of(kind)):
         yield path, value
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yields the tensors in a value: in containers, however deep, in attributes of objects, and in what a function has
+    around it or is given once for all.
+
+    Args:
+        seen: identities of objects that are not looked into once more.
+    """
+    todo, known = [value], set[int]() if seen is None else seen
+    most = len(known) + MOST
+    while todo and len(known) < most:
+        one = todo.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif type(one) in PLAIN or isinstance(one, (nn.Module, type, ModuleType, torch.dtype)) or id(one) in known:
+            continue
+        else:
+            known.add(id(one))
+            todo += [leaf for leaf in tree_leaves(one) if leaf is not one]
+            if isinstance(one, FunctionType):
+                todo += inspect.getclosurevars(one).nonlocals.values()
+            elif isinstance(one, functools.partial):
+                todo += [*one.args, *one.keywords.values()]
+            elif isinstance(one, MethodType):
+                todo.append(one.__self__)
+            else:
+                todo += attributes_of(one).values()
 
 
 def plain(value: Any, *, others: bool = False) -> Any:
@@ -275,5 +328,74 @@ class StateBehind:
             (path, name): value if type(value) in PLAIN else plain(value, others=True)
             for path, holder in holders(self._modules).items()
             for name, value in attributes_of(holder).items()
-            if type(value) in PLAIN or name not in _OF_EVERY_MODULE or not isinstance(holder, nn.Module)
+            if type(value) in PLAIN or name not in OF_EVERY_MODULE or not isinstance(holder, nn.Module)
+        }
+
+
+SHARED_STATE = (
+    "block '{0}' changes {2!r}, and block '{1}' goes on with it, which a chunk without the first of them would not "
+    "find: give each block its own, or pass a tensor from block to block"
+)
+
+
+class StateBetween:
+    """Values that blocks hand to each other in attributes of the user's objects and modules, and in containers, that
+    several of them have, such as a count of the blocks so far. A chunk without the first of these blocks would find
+    what was there before it.
+
+    What only one block of a forward changes (a table that grows) does not count, nor do tensors, whose reads a
+    recording follows.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        """Args:
+        blocks: names, in the order of the forward; one that runs several times is there as often.
+        """
+        found: dict[int, tuple[int, Any, str]] = {}
+        for block in blocks:
+            inside = holders((name, one) for name, one in model.get_submodule(block).named_modules())
+            mine: dict[int, tuple[Any, str]] = {}
+            for one in filter(is_users_object, inside.values()):
+                mine[id(one)] = one, ""
+                held = attributes_of(one).items()
+                mine |= {id(value): (value, name) for name, value in held if type(value) in (dict, list, set, deque)}
+            for key, (one, name) in mine.items():
+                found[key] = 1 + found.get(key, (0,))[0], one, name
+        self._shared = [(one, name) for count, one, name in found.values() if count > 1]
+        self._then: dict[tuple[int, str], Any] = {}
+        self._by: dict[tuple[int, str], Any] = {}
+        """Of what has changed in this forward: the block that did it first."""
+
+    def __bool__(self) -> bool:
+        """Whether blocks have anything in common."""
+        return bool(self._shared)
+
+    def begin(self) -> None:
+        """A forward, or its part that is a chunk, begins."""
+        self._by.clear()
+
+    def enter(self) -> None:
+        """A block runs next."""
+        self._then = self._now() if self._shared else {}
+
+    def leave(self, block: Any) -> list[tuple[str, Any]]:
+        """The block, as its name or its number, has run. Returns attributes that it has changed, with the block that
+        has changed them before."""
+        found: list[tuple[str, Any]] = []
+        for key, value in (self._now() if self._shared else {}).items():
+            if key in self._then and not same(value, self._then[key]):
+                if key in self._by:
+                    one, name = self._shared[key[0]]
+                    found.append((name or f"{type(one).__name__}.{key[1]}", self._by[key]))
+                self._by.setdefault(key, block)
+        return found
+
+    def _now(self) -> dict[tuple[int, str], Any]:
+        return {
+            (number, key): kept
+            for number, (one, name) in enumerate(self._shared)
+            for key, value in ([(name, one)] if name else attributes_of(one).items())
+            if (name or key not in OF_EVERY_MODULE or not isinstance(one, nn.Module))
+            and (kept := plain(value)) is not OTHER
+            and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(kept))
         }

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
-from fold3d.stage.users_state import is_state, is_users_object, namespace_of
+from fold3d.stage.users_state import is_state, namespace_of
+from fold3d.trace.state import is_users_object
 
 logger = logging.getLogger(__name__)
 

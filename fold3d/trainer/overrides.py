@@ -65,20 +65,22 @@ def refuse_savers(trainer: transformers.Trainer) -> None:
 
 
 class TrainingStepError(ConfigError):
-    """An overridden `training_step` has not called fold3d's."""
+    """An overridden `training_step` has not called fold3d's, or several times."""
 
     is_everywhere = False  # one that calls it now and then may call it on other ranks
 
 
 def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> None:
-    """An overridden `training_step` that computes by itself ends the training in its first call, where that cannot be.
+    """An overridden `training_step` that computes by itself ends the training in its first call, where that cannot be;
+    so does one that calls fold3d's more than once.
 
     Args:
         calls: how often fold3d's own has been called.
     """
     args: Any = trainer.args
-    if args.world_size == 1 or not is_overridden(trainer, "training_step"):
+    if not is_overridden(trainer, "training_step"):
         return
+    is_alone = args.world_size == 1
     users = trainer.training_step
     code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
     may_call = "training_step" in getattr(code, "co_names", ())
@@ -90,17 +92,28 @@ def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> No
             "what compute_loss makes of them; with one process it may compute by itself"
         )
 
+    def called_again() -> TrainingStepError:
+        return TrainingStepError(
+            f"{type(trainer).__name__}.training_step calls super().training_step several times for one micro-batch, "
+            "and fold3d runs all micro-batches of a step together, when it has the last: there are no gradients in "
+            "between. Compute both losses in compute_loss, on one batch of both inputs"
+        )
+
     @functools.wraps(users)
     def call(*args: Any, **named: Any) -> Any:
         before = calls()
         try:
             result = users(*args, **named)
         except Exception as error:  # it met weights of other processes
-            if calls() == before and not may_call:
+            if calls() > before + 1:
+                raise called_again() from error
+            if calls() == before and not may_call and not is_alone:
                 raise refusal() from error
             raise
-        if calls() == before:
+        if calls() == before and not is_alone:
             raise refusal()
+        if calls() > before + 1:
+            raise called_again()
         return result
 
     setattr(trainer, "training_step", call)  # noqa: B010

@@ -6,10 +6,12 @@ case must equal the plain loop over micro-batches, or be refused.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_outputs import BaseModelOutput
 
 from fold3d import Engine, ParallelConfig
 from fold3d.errors import Fold3dError
@@ -366,3 +369,55 @@ def test_hooks_for_saved_tensors_around_the_call() -> None:
             return out.square().mean()
 
     assert run(loss, 2) == pytest.approx(run(loss, 0), rel=1e-6)
+
+
+@dataclass
+class Output:
+    """What a model returns, in attributes of an object."""
+
+    hidden: Any
+    more: Any
+
+
+class ReturnsObjects(nn.Module):
+    """Returns a term of each layer, for the loss, in an object in an object, or beside the entries of a dictionary."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        terms = {}
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            terms[number] = x.square().mean()
+        if self.way == "attributes of an object":
+            return Output(x, Output(None, list(terms.values())))
+        found = BaseModelOutput(last_hidden_state=x)
+        found.more = SimpleNamespace(more=list(terms.values()))  # type: ignore[attr-defined]
+        found.hidden = x  # type: ignore[attr-defined]
+        return found
+
+
+@pytest.mark.parametrize("way", ["attributes of an object", "an attribute of a dictionary"])
+def test_tensors_in_objects_that_the_model_returns(way: str) -> None:
+    """The recording did not see that the loss function may read them: the loss was NaN."""
+
+    def sum_of_terms(model: Any, batch: dict[str, Any]) -> Tensor:
+        out: Any = model(batch["x"])
+        total: Tensor = out.hidden.square().mean() + sum(out.more.more)
+        return total
+
+    def train(segments: int) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        model = ReturnsObjects(way)
+        config = ParallelConfig(micro_batches=2, segments=segments, blocks="layers")
+        batches = [{"x": torch.randn(3, 4, dtype=torch.float64)} for _ in range(2)]
+        with contextlib.closing(Engine(model, config)) as engine:
+            loss = engine.run(batches, sum_of_terms).item()
+            first = model.layers[0].weight
+            assert isinstance(first, Tensor) and first.grad is not None
+            return loss, first.grad.clone()
+
+    torch.testing.assert_close(train(2), train(1), rtol=1e-12, atol=1e-14)

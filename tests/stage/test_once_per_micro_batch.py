@@ -772,6 +772,90 @@ def test_what_forwards_count_elsewhere(where: str, what: str) -> None:
         engine.close()
 
 
+class Depth:
+    """What blocks have in common."""
+
+    def __init__(self) -> None:
+        self.blocks, self.seen = 0, [0]
+        self.table: dict[int, Tensor] = {}
+        self.is_ready, self.scale = False, None
+
+
+class Deep(nn.Module):
+    """A block that computes with what it finds in an object, or in a module, that others have, too."""
+
+    def __init__(self, way: str, depth: Any) -> None:
+        super().__init__()
+        self.way, self.depth = way, depth
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "counts":
+            self.depth.blocks += 1
+        elif self.way == "appends":
+            self.depth.seen.append(len(self.depth.seen))
+        elif self.way == "makes once":
+            self.depth.is_ready = True
+            self.depth.table.setdefault(len(x), torch.ones(4, dtype=torch.float64))
+            self.depth.scale = self.depth.scale or 1.0
+        elif self.way == "adds to a list":
+            self.depth.append(1)
+        elif self.way == "adds to a dictionary":
+            self.depth["blocks"] = self.depth.get("blocks", 0) + 1
+        number = len(self.depth) + self.depth.get("blocks", 0) if isinstance(self.depth, dict) else 0
+        number += len(self.depth) if isinstance(self.depth, list) else 0
+        number += self.depth.blocks + len(self.depth.seen) if isinstance(self.depth, (Depth, Counting)) else 0
+        return self.linear(x) / (1 + number)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.seen = 0, [0]
+
+
+class Depths(Stack):
+    def __init__(self, way: str, depth: Any) -> None:
+        super().__init__("")
+        self.layers = nn.ModuleList(Deep(way, depth) for _ in range(4))
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.depth, (list, dict)):
+            self.depth.clear()
+        else:
+            self.depth.blocks, self.depth.seen = 0, [0]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "what"),
+    [
+        ("counts", Depth, "changes 'Depth.blocks', and block 'layers.1' goes on with it"),
+        ("appends", Depth, "changes 'Depth.seen', and block 'layers.1' goes on with it"),
+        ("counts", Counting, "changes 'Counting.blocks', and block 'layers.1' goes on with it"),
+        ("adds to a list", list, "changes 'depth', and block 'layers.1' goes on with it"),
+        ("adds to a dictionary", dict, "changes 'depth', and block 'layers.1' goes on with it"),
+        ("makes once", Depth, ""),
+    ],
+)
+def test_what_blocks_have_in_common(way: str, kind: type[Any], what: str) -> None:
+    """Blocks of a later chunk found what was there before those of the chunks in front."""
+
+    def losses(segments: int) -> list[float]:
+        torch.manual_seed(0)
+        config = ParallelConfig(segments=segments, micro_batches=2, blocks="layers")
+        with contextlib.closing(Engine(Depths(way, kind()), config, optimizer=SGD)) as engine:
+            return [engine.step({"x": torch.ones(4, 4, dtype=torch.float64)}).loss.item() for _ in range(2)]
+
+    alone = losses(1)
+    if what:
+        with pytest.raises(fold3d.Fold3dError, match=what):
+            losses(2)
+    else:
+        assert losses(2) == pytest.approx(alone, rel=1e-12)
+
+
 class Momentum(nn.Module):
     """Keeps a mean of its inputs in a weight that is not trained, as encoders of keys do."""
 

@@ -138,6 +138,14 @@ class Around(fold3d.Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class Twice(fold3d.Trainer):
+    """Steps on each batch, and once more on another one made of it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, dict(inputs), num_items_in_batch)
+        return loss + super().training_step(model, inputs, num_items_in_batch)
+
+
 def error_of(job: Job, layout: dict[str, Any], kind: type[Any]) -> str:
     """Returns the error of a training."""
     try:
@@ -162,6 +170,9 @@ def test_a_training_step_without_super(ranks: RankPool, tmp_path: Path, layout: 
     assert all("NowAndThen.training_step is overridden and does not call super()" in text for text in found), found
     assert ranks.run(error_of, 2, job, layout, Around) == ["KeyError: 'of the user'"] * 2
     assert ranks.run(error_of, 1, job, {}, OwnStep) == ["none"]
+    for processes, of in ((2, layout), (1, {})):  # the last micro-batch of a step was left for the next
+        for text in ranks.run(error_of, processes, job, of, Twice):
+            assert text.startswith("TrainingStepError: Twice.training_step calls super().training_step several times")
 
 
 class ReadsOnOne(transformers.TrainerCallback):  # type: ignore[misc]
