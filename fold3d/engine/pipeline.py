@@ -82,23 +82,25 @@ class Pipeline:
 
         Raises: ConfigError when they had not.
         """
-        return _loss_of(self._meet(self._own_loss(losses), micro_batches))
+        return _loss_of(self._meet(self._own_loss(losses, micro_batches), micro_batches))
 
-    def _own_loss(self, losses: Sequence[Any]) -> torch.Tensor:
+    def _own_loss(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns the sum of the losses, and how many of them are fp64; zeros where other ranks have them."""
         # Summed in fp64: many small shares add up to one number that is compared over layouts.
         own = torch.zeros(2, dtype=torch.float64)
         if self.has_result:
             own[1] = sum(value.dtype == torch.float64 for value in losses)
-            on_device = torch.stack([value.double().reshape(()) for value in losses]).sum()
+            on_device = torch.stack([value.double().reshape(()) for value in losses])
             # Whoever waits for this rank should hear that it meets nobody yet.
             with self._progress.during(f"waiting for what its own device computes in {self._progress.doing}"):
-                own[0] = on_device.cpu()
+                own[0] = micro_batches[0].loss.sum_of(on_device.cpu())
         return own
 
     def shares_of(self, losses: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Returns this rank's summands, fp64, of what `loss_in` takes; meets nobody. `losses`: what `run` returned."""
-        return self._shares(micro_batches, self._topology.replica(self._topology.dp_rank), self._own_loss(losses))
+        return self._shares(
+            micro_batches, self._topology.replica(self._topology.dp_rank), self._own_loss(losses, micro_batches)
+        )
 
     def loss_in(self, sums: torch.Tensor) -> torch.Tensor:
         """Returns the replica's loss of the sums over it of what `shares_of` returned on its ranks. Raises as

@@ -139,13 +139,16 @@ class LossRun:
         is_users: bool = True,
         keeps: Iterable[object] = (),
         weight: float = 1.0,
+        sum_of: Callable[[Tensor], Tensor] = torch.sum,
     ) -> None:
         """Args:
         only_loss: of what the model returns the function reads nothing but the loss.
         is_users: it is code of the user's, or calls some.
         keeps: functions and objects of the user's through which it may set something, such as the trainer.
         weight: by which its result, a tensor, is multiplied.
+        sum_of: fp64 [micro-batches] of a step -> the loss, scalar, that is told of it.
         """
+        self.sum_of = sum_of
         self.weight = weight
         self._function, self._kept = function, KeptAttributes(keeps)
         self.only_loss, self.is_users = only_loss, is_users

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,6 +194,36 @@ class MeasuringTrainer(EvaluatingTrainer):
         self._timeline_written = False
         self._not_finite_since = torch.zeros(())
         self._warned_of_loss = False
+
+    def _sum_as_logged(self, losses: Tensor) -> Tensor:
+        """Returns the sum of a step's `losses`, fp64 [micro-batches]. As with the stock Trainer each that is not finite
+        counts as the mean of what is to be logged so far; where none is finite, their own sum."""
+        finite, logged = torch.isfinite(losses), self._to_log
+        if finite.all() or not finite.any() or logged is None:
+            return losses.sum()
+        before = total = logged.item()
+        for loss in losses.tolist():
+            total += loss if math.isfinite(loss) else total / self._steps_to_log
+        return torch.tensor(total - before, dtype=losses.dtype)
+
+    def _finite(self, loss: Tensor, count: int) -> Tensor:
+        """Returns a step's loss, or where none of its `count` micro-batches had a finite one, what the stock Trainer
+        counts for them."""
+        logged = self._to_log
+        if logged is None:
+            return loss
+        instead = logged.to(loss.device) * ((1 + 1 / self._steps_to_log) ** count - 1)
+        return torch.where(torch.isfinite(loss), loss, instead.to(loss.dtype))
+
+    @property
+    def _to_log(self) -> Tensor | None:
+        """The sum of losses since the last log; None outside of train(), and where the stock Trainer does not tell."""
+        return getattr(self, "_tr_loss", None)
+
+    @property
+    def _steps_to_log(self) -> int:
+        steps: int = 1 + self.state.global_step - self._globalstep_last_logged
+        return steps
 
     def _watch_loss(self, loss: Tensor) -> None:
         """Notes the step of the first loss that is not finite, without waiting for a device."""

@@ -472,6 +472,8 @@ class Trainer(SearchingTrainer):
         share.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         share.adds_up = self._loss_adds_up(num_items_in_batch)  # type: ignore[attr-defined]
         share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]
+        if self.args.logging_nan_inf_filter:
+            share.sum_of = self._sum_as_logged  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
         if self.args.timeline == self.state.global_step + 1:
@@ -487,6 +489,8 @@ class Trainer(SearchingTrainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         self._watch_loss(loss)
+        if self.args.logging_nan_inf_filter:
+            loss = self._finite(loss, steps)
         return loss.to(self.args.device)
 
     def _agree_on_gradients(self) -> bool:

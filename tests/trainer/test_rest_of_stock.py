@@ -227,6 +227,26 @@ def determined(folder: str, layout: dict[str, Any]) -> tuple[list[float], bool]:
         torch.use_deterministic_algorithms(False)
 
 
+def sometimes_nan(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss that is NaN, with a gradient, for every other micro-batch or so."""
+    loss: torch.Tensor = outputs["logits"].square().mean()
+    return loss + torch.where(labels.sum() % 2 == 0, torch.nan, 0.0)
+
+
+@pytest.mark.parametrize("layout", [{"segments": 1}, {"segments": 2}], ids=str)
+def test_losses_that_are_not_finite(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """One of a step's micro-batches made the loss that is logged of the step 0."""
+    found = []
+    for one in (None, layout):
+        arguments = {"max_steps": 6, "logging_steps": 2}
+        trainer = trainer_of(str(tmp_path), one, arguments, compute_loss_func=sometimes_nan)
+        trainer.train()
+        logs = trainer.state.log_history
+        found.append([entry["loss"] for entry in logs if "loss" in entry] + [logs[-1]["train_loss"]])
+        close(trainer)
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and 0.0 not in found[0]
+
+
 def test_full_determinism(ranks: RankPool, tmp_path: Path) -> None:
     runs = [ranks.run(determined, 2, str(tmp_path / name), STAGES)[0] for name in ("first", "second")]
     assert runs[0] == runs[1] and runs[0][1]
