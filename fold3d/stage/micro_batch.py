@@ -60,7 +60,7 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
 
     What it keeps between its halves is looked for in `function.keeps`, a sequence of objects, else in itself. By
     attributes it says of itself whether it `calls_users_code`, whether it `reads_only_loss` of what the model returns,
-    and how losses add up to the one that is told (`sum_of`).
+    and with what it `sums_losses` to the one that is told.
 
     Args:
         weight: by which the loss is multiplied.
@@ -74,7 +74,7 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
         is_users=is_users,
         keeps=keeps,
         weight=weight,
-        sum_of=getattr(function, "sum_of", torch.sum),
+        sum_of=getattr(function, "sums_losses", torch.sum),
     )
 
 

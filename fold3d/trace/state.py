@@ -382,12 +382,14 @@ class StateBetween:
         """The block, as its name or its number, has run. Returns attributes that it has changed, with the block that
         has changed them before."""
         found: list[tuple[str, Any]] = []
-        for key, value in (self._now() if self._shared else {}).items():
+        now = self._now() if self._shared else {}
+        for key, value in now.items():
             if key in self._then and not same(value, self._then[key]):
                 if key in self._by:
                     one, name = self._shared[key[0]]
                     found.append((name or f"{type(one).__name__}.{key[1]}", self._by[key]))
                 self._by.setdefault(key, block)
+        self._then = now  # parts of a micro-batch take turns in a block: the other one has not changed it as well
         return found
 
     def _now(self) -> dict[tuple[int, str], Any]:

@@ -473,7 +473,7 @@ class Trainer(SearchingTrainer):
         share.adds_up = self._loss_adds_up(num_items_in_batch)  # type: ignore[attr-defined]
         share.reads_only_loss = self._reads_only_loss()  # type: ignore[attr-defined]
         if self.args.logging_nan_inf_filter:
-            share.sum_of = self._sum_as_logged  # type: ignore[attr-defined]
+            share.sums_losses = self._sum_as_logged  # type: ignore[attr-defined]
         if self._gradients_are_read is None:
             self._gradients_are_read = self._agree_on_gradients()
         if self.args.timeline == self.state.global_step + 1:
