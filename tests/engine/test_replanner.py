@@ -62,25 +62,32 @@ def make_tuner(monkeypatch: pytest.MonkeyPatch, planned: Any = None, has_times: 
 
 
 def observe(
-    replanner: Replanner, steps: int, step_ms: float, other_ms: float = 0.0, *, backward: Sequence[str] = ("B",)
+    replanner: Replanner,
+    steps: int,
+    step_ms: float,
+    other_ms: float = 0.0,
+    *,
+    backward: Sequence[str] = ("B",),
+    slower: int = 1,
 ) -> None:
     """Every step computes 10 ms forward and 20 ms backward for each micro-batch, and waits but for `other_ms`.
 
     Args:
         backward: the actions that share the time of a backward.
+        slower: computing takes so many times as long.
     """
     records: list[Any] = []
-    part = 20 * MS // len(backward)
+    forward, part = 10 * MS * slower, 20 * MS * slower // len(backward)
     for micro_batch in range(MICRO_BATCHES):
-        start = 30 * MS * micro_batch
+        start = 30 * MS * slower * micro_batch
         records += [
-            ("compute", f"0F{micro_batch}", start, start + 10 * MS, 0),
+            ("compute", f"0F{micro_batch}", start, start + forward, 0),
             *(
-                ("compute", f"0{kind}{micro_batch}", start + 10 * MS + k * part, start + 10 * MS + (k + 1) * part, 0)
+                ("compute", f"0{kind}{micro_batch}", start + forward + k * part, start + forward + (k + 1) * part, 0)
                 for k, kind in enumerate(backward)
             ),
         ]
-    computed = 30 * MS * MICRO_BATCHES
+    computed = 30 * MS * slower * MICRO_BATCHES
     records.append(("wait", "0REDUCE_GRAD", computed, max(computed, round((step_ms - other_ms) * MS)), 0))
     for _ in range(steps):
         replanner.observe(records, step_ms)
@@ -222,6 +229,16 @@ def test_steps_that_drift_are_looked_at_within_as_many_as_are_compared(monkeypat
     before = replanner._steps
     look_again(replanner, sync, 1.5 * predicted)
     assert replanner._steps - before == RECENT
+
+
+def test_steps_that_drift_are_predicted_by_their_own_times(monkeypatch) -> None:
+    """The look that noticed them took the times of before, and the next one came many steps later."""
+    replanner, sync = make_tuner(monkeypatch), Sync()
+    predicted = first_look(replanner, sync)
+    look_again(replanner, sync, predicted)
+    observe(replanner, RECENT, 3 * predicted, slower=3)
+    replanner.look(STRATEGY, schedules.generate("1f1b", pp=1, segments=1, micro_batches=MICRO_BATCHES), sync)  # type: ignore[arg-type]
+    assert replanner.expected is not None and replanner.expected.step_ms >= 3 * 30 * MICRO_BATCHES
 
 
 def test_looks_become_rarer(monkeypatch) -> None:

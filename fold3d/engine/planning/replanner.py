@@ -96,6 +96,7 @@ class Replanner:
         self._usual: float | None = None  # milliseconds of a step at the last look
         self._times: dict[tuple[int, str], list[float]] = {}
         self._is_old = False  # the times are of before the last look
+        self._drifted = False  # so did the last step that was observed, see `_drifts`
         self._exposed_tp: list[float] = []
         self._links_now = LinkTimes(RECENT)
         self._activation_bytes: dict[int, int] = {}
@@ -123,9 +124,10 @@ class Replanner:
         self._links_now.observe(records)
         self._since += 1
         self._unasked += 1
-        if self.expected is not None and self._times and self._since % SAMPLE != 0:
+        drifted, self._drifted = self._drifted, self._drifts
+        if self.expected is not None and self._times and self._since % SAMPLE != 0 and not self._drifted:
             return
-        if self._is_old:
+        if self._is_old or (self._drifted and not drifted):  # what was measured before says nothing of these steps
             self._times, self._exposed_tp, self._others, self._is_old = {}, [], [], False
         busy = merged([(start, end) for lane, _, start, end, _ in records if lane in ("compute", "wait")])
         self._others.append(max(0.0, step_ms - sum(end - start for start, end in busy) / NS_PER_MS))
