@@ -348,7 +348,7 @@ class SharedValues:
                 "blocks runs once for each chunk of the model: do that in a callback (on_step_end), or set pp=1 and "
                 "segments=1, where nothing is cut"
             )
-        for number, name in _counted(self._spaces, before, self._contents(), self._flags):
+        for number, name in self._counted(before, self._flags):
             raise SplitError(
                 f"the model's forward changes {name!r} ({self._spaces[number].what}). In a model that is cut, chunks "
                 "and micro-batches run in another order than in one process, and in several processes, so it would not "
@@ -369,27 +369,23 @@ class SharedValues:
         before = self._contents()
         values = [then.copies() for then in before]
         yield
-        for number, name in _counted(self._spaces, before, self._contents()):
+        for number, name in self._counted(before):
             changed.append(f"{name} ({self._spaces[number].what})")
             _put_back(self._spaces[number].values, name, values[number].get(name))
 
+    def _counted(
+        self, before: Sequence[Contents], flags: dict[tuple[int, str], bool] | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """Yields which values count, see `Contents.counted`, by number of the namespace and name.
 
-def _counted(
-    spaces: Sequence[Namespace],
-    before: Sequence[Contents],
-    now: Sequence[Contents],
-    flags: dict[tuple[int, str], bool] | None = None,
-) -> Iterator[tuple[int, str]]:
-    """Yields which values of `spaces` count, see `Contents.counted`, by number of the namespace and name.
-
-    Args:
-        flags: gets what truth values become first. To become that is none: it says that something has been done.
-    """
-    for number, (space, then, contents) in enumerate(zip(spaces, before, now, strict=True)):
-        for name in sorted(contents.counted(then)):
-            value = space.values.get(name)
-            if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
-                yield number, name
+        Args:
+            flags: gets what truth values become first. To become that is none: it says that something has been done.
+        """
+        for number, (space, then) in enumerate(zip(self._spaces, before, strict=True)):
+            for name in sorted(space.contents().counted(then)):
+                value = space.values.get(name)
+                if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
+                    yield number, name
 
 
 class ModelState:

@@ -376,13 +376,13 @@ class StateBetween:
 
     def enter(self) -> None:
         """A block runs next."""
-        self._then = self._now() if self._shared else {}
+        self._then = self._now()
 
     def leave(self, block: Any) -> list[tuple[str, Any]]:
         """The block, as its name or its number, has run. Returns attributes that it has changed, with the block that
         has changed them before."""
         found: list[tuple[str, Any]] = []
-        now = self._now() if self._shared else {}
+        now = self._now()
         for key, value in now.items():
             if key in self._then and not same(value, self._then[key]):
                 if key in self._by:
