@@ -23,6 +23,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """By kind: the tables of transformers.models.auto.modeling_auto, MODEL_FOR_..._MAPPING_NAMES."""
 
+PARTS = 24
+"""Of the whole zoo, each a test of some 20 classes of every kind, so that processes of the tests share the work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

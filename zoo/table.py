@@ -35,7 +35,7 @@ gradients were compared.
 
 **Bytes** are those that crossed the three borders between the parts, of them what the blocks right before a border
 returned (the hidden states, without which nothing can go on), and of them tensors with other values in which the loss
-was the same: such need not have travelled.
+was the same: such need not have been sent.
 
 **With outputs** (written by the same command with `--outputs`) is the worst verdict on these ways to train the same
 model, with hidden states, attentions and router logits as far as the class returns them: asked for by the batch of a
@@ -109,6 +109,18 @@ def missing(path: Path, cases: Iterable[Case], *, outputs: bool = False) -> list
     none = Verdict(UNBUILT)
     found = [(case, rows.get((case.kind, case.name), none)) for case in cases]
     return [case for case, row in found if row.outcome != UNBUILT and not row.more]
+
+
+def changed(path: Path, found: Iterable[tuple[Case, Verdict]]) -> list[tuple[str, Verdict, Verdict]]:
+    """Returns what has another outcome than its row of the table, or with dropout another where the table has that:
+    the class, the row and what was found."""
+    rows = read(path)
+    return [
+        (case.name, row, one)
+        for case, one in found
+        for row in [rows[case.kind, case.name]]
+        if one.outcome != row.outcome or (one.more and one.more.split(":")[0] != row.more.split(":")[0])
+    ]
 
 
 def read(path: Path) -> dict[tuple[str, str], Verdict]:

@@ -60,7 +60,7 @@ LIFE_OF_A_GRADIENT = (
     Line("layer", "DpSync", "before the layer's first forward: are its weights ready?"),
     Line("DpSync", "rings", "wait for this layer's bucket only", waits=True),
     Line("DpSync", "optimizer", "early buckets: stepped now, with the settings kept"),
-    Line("DpSync", "layer", "the layer runs; later layers' buckets still travel"),
+    Line("DpSync", "layer", "the layer runs; later layers' buckets are still on the network"),
 )
 
 

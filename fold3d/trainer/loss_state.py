@@ -59,7 +59,7 @@ class LossState:
         attributes = vars(self._trainer)
         mine = {name: attributes[name] for name in self._changed if is_state(attributes.get(name))}
         mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
-        for name in [name for name, value in mine.items() if not _travels(value)]:
+        for name in [name for name, value in mine.items() if not _can_be_sent(value)]:
             logger.warning(
                 "compute_loss has changed %s.%s, a %s, which pickle cannot take to the other processes: what they log "
                 "of it is old. Keep it in numbers, tensors or containers of them",
@@ -99,12 +99,12 @@ def _without_factories(value: Any) -> Any:
         if not isinstance(leaf, defaultdict):
             return leaf
         values = {key: _without_factories(one) for key, one in leaf.items()}
-        return _Entries(values, leaf.default_factory if _travels(leaf.default_factory) else None)
+        return _Entries(values, leaf.default_factory if _can_be_sent(leaf.default_factory) else None)
 
     return tree_map(entries, value, is_leaf=lambda leaf: isinstance(leaf, defaultdict))
 
 
-def _travels(value: Any) -> bool:
+def _can_be_sent(value: Any) -> bool:
     try:
         pickle.dumps(value)
     except Exception:  # of a function in a function

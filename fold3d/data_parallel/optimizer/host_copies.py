@@ -89,7 +89,7 @@ class HostCopies:
         self._targets = [tensor for _, tensor in tensors]
         self._slot, self._down, self._up, self._device = slot, down, up, device
         self._arrived: torch.Event | None = None
-        self._travelling: list[Tensor] = []
+        self._sources: list[Tensor] = []
         self.weights: list[tuple[Piece, Tensor]] = []
         """What the optimizer steps, laid out as on the device."""
         self._gradients: list[Tensor] = []
@@ -124,7 +124,7 @@ class HostCopies:
                 )
             pairs += [(weight, target.detach()), (copy, gradient)]
             found[piece.index] = copy
-        self._travelling = [source for _, source in pairs]  # their memory is not given away meanwhile
+        self._sources = [source for _, source in pairs]  # their memory is not given away meanwhile
         self._arrived = self._down.copy(pairs, self._slot.left)
         return found
 
@@ -132,7 +132,7 @@ class HostCopies:
         """Waits for what `bring` has begun."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        self._travelling = []
+        self._sources = []
 
     def send(self, stepped: Mapping[int, Tensor]) -> None:
         """Begins to copy weights back; what the device is told to do from now on finds them there.
