@@ -108,7 +108,12 @@ class PyBucketSync {
     keep_mark(gathered_, collective);  // a gather that is planned goes on with the same memory
   }
   void gather(int bucket, const at::Tensor& tensor, bool as_bfloat16) {
-    const comm::Collective collective = collective_of(bucket, tensor, 1.0, as_bfloat16, device_);
+    comm::Collective collective = collective_of(bucket, tensor, 1.0, as_bfloat16, device_);
+    // The current stream, on which the tensor is ready, need not have waited for the sums in it.
+    const auto before = reduced_.find(bucket);
+    if (before != reduced_.end() && before->second->tensor().data_ptr() == tensor.data_ptr()) {
+      collective.sums = before->second;
+    }
     sync().gather(collective);
     keep_mark(gathered_, collective);
   }

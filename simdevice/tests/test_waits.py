@@ -20,6 +20,13 @@ def test_a_backward_that_takes_longer_than_the_limit_is_no_failure(makes_room: b
         assert COMPUTE < seconds < 30
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("makes_room", [True, False], ids=["slices", "launched at once"])
+def test_gathers_come_behind_sums_that_nobody_waited_for(makes_room: bool, rounded: bool, sim_ranks: RankPool) -> None:
+    """With late gradients they read what had not arrived."""
+    sim_ranks.run(f"{WAITS}:gather_sums", 2, makes_room=makes_room, rounded=rounded, timeout=60.0)
+
+
 @pytest.mark.parametrize("computes", [True, False], ids=["computes", "never comes"])
 @pytest.mark.parametrize("makes_room", [True, False], ids=["slices", "launched at once"])
 def test_who_waits_for_another_replica_says_so_within_the_limit(

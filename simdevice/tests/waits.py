@@ -93,6 +93,22 @@ def compute_for_long(*, makes_room: bool) -> float:
         return seconds
 
 
+def gather_sums(*, makes_room: bool, rounded: bool) -> None:
+    """Gathers of buckets whose sums nobody has waited for, at once and once these are usable: they come behind."""
+    _warm_up()
+    with _sync(60.0, makes_room=makes_room) as sync:
+        for step in range(1, 9):
+            gradients = torch.full((ELEMENTS,), float(dist.get_rank() + step), device=DEVICE)
+            sync.begin(step, [])
+            sync.reduce(0, gradients, 0.5, rounded)
+            if step % 2 == 0:
+                time.sleep(0.1)
+            sync.gather(0, gradients, rounded)
+            sync.wait_gathered(0)
+            sync.drain()
+            assert bool((gradients == step + 0.5).all().cpu())
+
+
 def wait_for_one(*, makes_room: bool, computes: bool) -> tuple[str, float]:
     """Replica 1 is not there: it computes, or has no bucket at all. Returns what replica 0 was told, and after how
     many seconds."""

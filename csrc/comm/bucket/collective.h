@@ -28,6 +28,9 @@ struct Collective {
   /// rounded, too, so that an all-gather of them changes nothing; one of other values gives them rounded to all but
   /// their owner.
   bool as_bfloat16 = false;
+  /// Of an all-gather: the buffer of a reduce-scatter of the same memory that was usable, but perhaps not over, before
+  /// this began; null: there is none.
+  std::shared_ptr<Buffer> sums = nullptr;
 
   /// Bytes of an element on its way.
   std::size_t wire_bytes() const { return as_bfloat16 ? 2 : element_bytes; }

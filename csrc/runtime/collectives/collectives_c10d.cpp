@@ -198,11 +198,14 @@ void C10dCollectives::run(const comm::Collective& collective) {
   const std::int64_t start_ns = comm::now_ns();
   const c10::StreamGuard guard(stream_);
   if (makes_room_ && core::SliceRule::agrees_before(++number_)) agree();
-  DeviceEvent& ready = static_cast<TensorBuffer&>(*collective.buffer).ready();
-  // As a stream's wait for it, it holds up this thread's collectives alone.
-  if (makes_room_) await_own_rank(ready);
-  check();
-  ready.block(stream_);
+  for (const auto& buffer : {collective.sums, collective.buffer}) {
+    if (!buffer) continue;
+    const DeviceEvent& ready = static_cast<TensorBuffer&>(*buffer).ready();
+    // As a stream's wait for it, it holds up this thread's collectives alone.
+    if (makes_room_) await_own_rank(ready);
+    check();
+    ready.block(stream_);
+  }
   const at::Tensor shards = tensor_of(collective).view({options_.size, -1});
   const std::int64_t others = options_.size - 1, shard_length = shards.size(1);
   const auto wire_bytes = static_cast<std::int64_t>(collective.wire_bytes());
