@@ -199,6 +199,9 @@ class PipelineChunk:
     ) -> tuple[list[torch.Tensor], Any]:
         if self._sharding is not None:
             received = self._sharding.receive(received)
+        # A hook may have one require a gradient (transformers' `enable_input_require_grads`) that the chunk before,
+        # which does not run the hook, would not expect.
+        received = [one if one.requires_grad else one.detach() for one in received]
         around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
         draws = contextlib.nullcontext() if self._draws is None else self._draws.around(self.index, micro_batch)
         loss, result = micro_batch.loss, None
