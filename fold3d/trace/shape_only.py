@@ -94,10 +94,11 @@ class ShapeOnly:
                 return leaf
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
+        numbers = _numbers(args, kwargs) if values else None  # with the mode they would have none
         with apart_from_caches(module), mode, torch.no_grad():
             fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
-            if values:
-                mode.known.give(_named(fake_args, fake_kwargs), _numbers(args, kwargs))
+            if numbers is not None:
+                mode.known.give(_named(fake_args, fake_kwargs), numbers)
             try:
                 with WithoutMemory():
                     result = module(*fake_args, **fake_kwargs)

@@ -110,6 +110,42 @@ def test_a_micro_batch_that_decides_otherwise_is_recorded_anew(first: bool) -> N
         assert_equal(chained(ranks, recorded, 2, given), whole(model, given))
 
 
+class Sized(nn.Module):
+    """Shortens by as much as a mask of floats says; as a module in front of the blocks, others' chunks leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if int(mask.sum()) != 3:
+            raise ValueError(f"this is shortened by 3, not {mask.sum()}")
+        return x[:, int(mask.sum()) :] * self.scale
+
+
+class BySize(Deciding):
+    """Has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sized = Sized()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        x = self.embedding(input_ids)
+        x = self.sized(x, torch.ones(3, dtype=x.dtype))
+        for layer in self.layers:
+            x = layer(x)
+        assert labels is not None
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels[:, 3:].flatten())}
+
+
+def test_stand_ins_know_the_values_of_floats_they_are_given() -> None:
+    """They had none there."""
+    model, one = built(BySize), batch()
+    recorded, ranks = halves(model, one)
+    assert_equal(chained(ranks, recorded, 2, one), whole(model, one))
+
+
 class Counting(Skipping):
     """Like Skipping, but by the number of places of a mask."""
 
