@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,11 +26,14 @@ from fold3d.trace.state import (
     MOST,
     OF_EVERY_MODULE,
     PLAIN,
+    Cells,
+    View,
     attributes_of,
     has_attributes,
     holders,
     is_users,
     is_users_object,
+    position_of,
     slots_of,
 )
 from fold3d.trace.wrappers import users_hooks
@@ -137,14 +141,7 @@ class Contents:
         }
 
 
-class _View(MutableMapping[str, Any]):
-    """Values that lie elsewhere."""
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _Attributes(_View):
+class _Attributes(View):
     """Attributes of an object without a dictionary, or of a class, that are no functions."""
 
     def __init__(self, one: object) -> None:
@@ -170,29 +167,7 @@ class _Attributes(_View):
         return (name for name in slots_of(type(self._one)) if hasattr(self._one, name))
 
 
-class _Cells(_View):
-    """Variables of a function around a function."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cells[name].cell_contents
-        except ValueError:  # it is not set yet
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._cells if name in self)
-
-
-class _Globals(_View):
+class _Globals(View):
     """Global variables that a function uses, besides functions, classes and modules."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -248,7 +223,7 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
         elif isinstance(one, FunctionType):
             if is_named or is_users(one.__module__):
                 what = f"variable of {one.__qualname__}"
-                spaces = [Namespace(each, one.__code__, what) for each in (_Cells(one), _Globals(one), vars(one))]
+                spaces = [Namespace(each, one.__code__, what) for each in (Cells(one), _Globals(one), vars(one))]
                 found += [space for space in spaces if space.values]
                 todo.extend((value, False) for space in spaces for value in space.values.values())
                 todo.extend(
@@ -297,7 +272,7 @@ def may_write_unseen(model: nn.Module) -> bool:
         elif isinstance(one, (property, functools.partial)):
             todo.extend((one.fget, one.fset) if isinstance(one, property) else (one.func, one.args, one.keywords))
         elif isinstance(one, FunctionType):
-            todo.extend(_Cells(one).values())
+            todo.extend(Cells(one).values())
             names = set(_names_in(one.__code__, texts=True)) if is_users(one.__module__) else set()
             if not names.isdisjoint(_UNSEEN):
                 return True
@@ -335,6 +310,7 @@ class SharedValues:
         ]
         self._flags: dict[tuple[int, str], bool] = {}
         self._parameters = dict(model.named_parameters()) if kinds else {}
+        self._looks = bool(kinds) and may_write_unseen(model)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -358,10 +334,15 @@ class SharedValues:
     def _contents(self) -> list[Contents]:
         return [space.contents() for space in self._spaces]
 
-    def _frozen(self) -> dict[str, int]:
-        """Returns how often each weight that is not trained was written to."""
+    def _frozen(self) -> dict[str, tuple[int, ...]]:
+        """Returns of each weight that is not trained how often it was written to, and where it is; where code of the
+        user's may write without a trace (`weight.data.mul_(0.9)`), a sum of its bits, too."""
         with torch._C.DisableTorchFunctionSubclass():  # as in `ModelState.trained`
-            return {name: one._version for name, one in self._parameters.items() if not one.requires_grad}
+            return {
+                name: (one._version, _memory_of(one), _sum_of_bits(one) if self._looks else 0)
+                for name, one in self._parameters.items()
+                if not one.requires_grad
+            }
 
     @contextlib.contextmanager
     def put_back(self, changed: list[str]) -> Iterator[None]:
@@ -386,6 +367,21 @@ class SharedValues:
                 value = space.values.get(name)
                 if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
                     yield number, name
+
+
+def _memory_of(weight: Tensor) -> int:
+    return weight.data_ptr() if type(weight.data) is Tensor and weight.layout == torch.strided else 0
+
+
+def _sum_of_bits(weight: Tensor) -> int:
+    value = weight.data
+    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return 0
+    value = torch.view_as_real(value) if value.is_complex() else value
+    return int(value.contiguous().view(_WHOLE_NUMBERS[value.element_size()]).sum())
+
+
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ModelState:
@@ -516,12 +512,14 @@ def version(value: Any) -> Version:
             return type(one), one
         if isinstance(one, np.ndarray) and one.size <= MOST and not one.dtype.hasobject:
             return id(one), one.tobytes()
+        if isinstance(one, Iterator) and not is_users(type(one).__module__):
+            return type(one), of(position_of(one))
         return type(one), id(one)
 
     try:
         return of(value)
     except OverflowError:
-        return _Long(id(value), len(value))  # an entry that is replaced is not seen
+        return _Long(id(value), operator.length_hint(value))  # an entry that is replaced is not seen
 
 
 def _put_back(values: MutableMapping[str, Any], name: str, value: Any) -> None:
@@ -685,7 +683,7 @@ class KeptAttributes:
             if not value.is_changed:
                 if (value.number, value.name) not in self._made:
                     value.restore()
-            elif value.was_changed and not value.was_reset:
+            elif (value.was_changed or isinstance(value.found, Iterator)) and not value.was_reset:
                 raise SplitError(
                     f"the loss function sets '{value.name}' ({value.space.what}) before and behind the model's call, "
                     "and in a model that is cut other micro-batches begin in between: set it on one side only, or set "

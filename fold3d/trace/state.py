@@ -8,21 +8,21 @@ import array
 import copy
 import dataclasses
 import functools
-import inspect
 import itertools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fold3d.errors import SplitError
 from fold3d.trace.blocks import modules_around
 
 PLAIN: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -68,8 +68,36 @@ def attributes_of(holder: object) -> dict[str, Any]:
     return {**held, **{name: getattr(holder, name) for name in slots if hasattr(holder, name)}} if slots else held
 
 
+class Position(NamedTuple):
+    """In the place of an iterator that cannot be copied, such as a generator: where it is."""
+
+    iterator: Any
+    at: Any
+
+
+def position_of(iterator: Any) -> Any:
+    """Returns what differs once an iterator has moved on; None where nothing tells."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return frame and (frame.f_lasti, dict(frame.f_locals), iterator.gi_yieldfrom)
+    try:
+        return iterator.__reduce__()[1:]
+    except Exception:  # whatever says that it cannot be pickled, as files do
+        return None
+
+
 def set_attribute(holder: object, name: str, value: Any) -> None:
-    """Sets an attribute past what the class does about that; takes it away where `value` is ABSENT."""
+    """Sets an attribute past what the class does about that; takes it away where `value` is ABSENT.
+
+    Raises: SplitError where `value` is a Position.
+    """
+    if type(value) is Position:
+        raise SplitError(
+            f"the model's forward takes the next of '{name}' (of {type(holder).__name__}), a "
+            f"{type(value.iterator).__name__}, which cannot be put back, and it runs several times with a micro-batch: "
+            "keep an index or an itertools.count there, or draw in the data collator; or set pp=1, segments=1 and "
+            'recompute="none"'
+        )
     if name in slots_of(type(holder)):
         object.__delattr__(holder, name) if value is ABSENT else object.__setattr__(holder, name, value)
     elif value is ABSENT:
@@ -129,6 +157,35 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
+class View(MutableMapping[str, Any]):
+    """Values that lie elsewhere."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Cells(View):
+    """Variables of a function around a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # it is not set yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._cells if name in self)
+
+
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yields the tensors in a value: in containers, however deep, in attributes of objects, and in what a function has
     around it or is given once for all.
@@ -148,7 +205,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             known.add(id(one))
             todo += [leaf for leaf in tree_leaves(one) if leaf is not one]
             if isinstance(one, FunctionType):
-                todo += inspect.getclosurevars(one).nonlocals.values()
+                todo += Cells(one).values()
             elif isinstance(one, functools.partial):
                 todo += [*one.args, *one.keywords.values()]
             elif isinstance(one, MethodType):
@@ -160,7 +217,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 def plain(value: Any, *, others: bool = False) -> Any:
     """Returns `value`, in containers, arrays, iterators and random generators of its own, if it is plain: of PLAIN, a
     tensor without a gradient, another number or text, an array, an iterator of ITERATORS, a random generator, or such
-    in containers and in frozen data classes.
+    in containers and in frozen data classes. Of other iterators their Position.
 
     Args:
         others: other objects stay what they are; else a value with one is OTHER.
@@ -186,7 +243,7 @@ _Copied = Callable[[Any, bool], Any]
 
 
 def _how_copied(kind: type) -> _Copied | None:
-    if issubclass(kind, (Enum, np.generic, range, *PLAIN)):
+    if issubclass(kind, (Enum, Position, np.generic, range, *PLAIN)):
         return lambda value, others: value
     if issubclass(kind, tuple):
         return _copied_tuple if hasattr(kind, "_make") else None
@@ -198,6 +255,8 @@ def _how_copied(kind: type) -> _Copied | None:
         return lambda value, others: value.copy() if value.size <= MOST_COPIED else value if others else OTHER
     if kind in (bytearray, array.array, *ITERATORS):
         return lambda value, others: copy.copy(value)
+    if issubclass(kind, Iterator) and not is_users(kind.__module__):
+        return lambda value, others: Position(value, plain(position_of(value), others=True))
     if issubclass(kind, (dict, list, set, deque)):
         return _copied_container
     return _copied_fields if dataclasses.is_dataclass(kind) and _is_frozen(kind) else None
@@ -248,7 +307,7 @@ def _copied_fields(value: Any, others: bool) -> Any:
 def _state_of(one: Any) -> Any:
     """Returns the state of a random generator or of an iterator, plain; None for other values."""
     if isinstance(one, ITERATORS):
-        return one.__reduce__()
+        return position_of(one)
     if isinstance(one, torch.Generator):
         return one.device.type, one.get_state().numpy()
     if isinstance(one, random.Random):

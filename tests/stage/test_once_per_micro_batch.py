@@ -7,7 +7,7 @@ import functools
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -454,10 +454,22 @@ class Stateful(nn.Module):
         self.memories: dict[int, Memory] = {}
         self.count = counting() if way == "closure" else functools.partial(counted, state={"count": 0})
         self.last: Memory | None = None
+        numbers = [1.0, 2.0, 3.0]
+        makers = {
+            "cycle": itertools.cycle,
+            "map": lambda all: map(float, all * 9),
+            "reversed": lambda all: reversed(all * 9),
+        }
+        self.draws: Iterator[float] | None = makers[way](numbers) if way in makers else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way in ("closure", "partial"):
             x = x / self.count()
+        elif self.way == "global iterator":
+            x = x / next(GLOBAL_DRAWS)
+        elif self.way in ("cycle", "map", "reversed", "generator"):
+            self.draws = self.draws or (1.0 + n for n in range(100))
+            x = x / next(self.draws)
         elif self.way == "made late":
             self.memory = self.memory or Memory()
             self.memory.count += 1
@@ -472,6 +484,19 @@ class Stateful(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x.square().mean()
+
+
+def with_state(way: str, layout: dict[str, Any]) -> list[float]:
+    """Returns the losses of two steps of three micro-batches."""
+    torch.manual_seed(0)
+    engine = Engine(Stateful(way), ParallelConfig(micro_batches=3, blocks="layers", **layout), optimizer=SGD)
+    try:
+        return [engine.step({"x": torch.randn(12, 4, dtype=torch.float64)}).loss.item() for _ in range(2)]
+    finally:
+        engine.close()
+
+
+GLOBAL_DRAWS = itertools.cycle([1.0, 2.0, 3.0])
 
 
 def counting() -> Callable[[], int]:
@@ -498,26 +523,26 @@ def counted(state: dict[str, int]) -> int:
         ("made late", r"a forward of the model has made 'memory' \(of class Memory\)"),
         ("made late, in a dictionary", r"a forward of the model has made 'memories\[4\]' \(of class Memory\)"),
         ("made each time", ""),
+        ("global iterator", r"the model's forward changes 'GLOBAL_DRAWS'"),
+        *((kind, rf"takes the next of 'draws' \(of Stateful\), a {kind}") for kind in ("cycle", "map", "generator")),
+        ("reversed", r"takes the next of 'draws' \(of Stateful\), a list_reverseiterator"),
     ],
 )
 def test_state_that_is_not_followed_is_refused(way: str, says: str) -> None:
     """It was counted once per chunk."""
 
-    def losses(segments: int) -> list[float]:
-        torch.manual_seed(0)
-        config = ParallelConfig(micro_batches=3, blocks="layers", segments=segments)
-        engine = Engine(Stateful(way), config, optimizer=SGD)
-        try:
-            return [engine.step({"x": torch.randn(12, 4, dtype=torch.float64)}).loss.item() for _ in range(2)]
-        finally:
-            engine.close()
-
-    whole = losses(1)
+    whole = with_state(way, {})
     if says:
         with pytest.raises(fold3d.Fold3dError, match=says):
-            losses(2)
+            with_state(way, {"segments": 2})
     else:
-        assert losses(2) == pytest.approx(whole, rel=1e-12)
+        assert with_state(way, {"segments": 2}) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("way", ["cycle", "map", "reversed", "generator"])
+def test_each_process_has_iterators_of_its_own(ranks: RankPool, way: str) -> None:
+    """Where it runs the forward once with a micro-batch, there is nothing to put back."""
+    assert ranks.run(with_state, 2, way, {"pp": 2}) == [pytest.approx(with_state(way, {}), rel=1e-12)] * 2
 
 
 class Prepares(nn.Module):
@@ -859,31 +884,73 @@ def test_what_blocks_have_in_common(way: str, kind: type[Any], what: str) -> Non
 class Momentum(nn.Module):
     """Keeps a mean of its inputs in a weight that is not trained, as encoders of keys do."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
+        self.way = way
         self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
         self.key = nn.Linear(4, 4, dtype=torch.float64).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.key.weight.mul_(0.9).add_(0.1 * x.mean())
+        weight = self.key.weight
+        if self.way == "in place":
+            with torch.no_grad():
+                weight.mul_(0.9).add_(0.1 * x.mean())
+        elif self.way == "other data":
+            weight.data = 0.9 * weight.data + 0.1 * x.mean()
+        elif self.way == "unseen":
+            weight.data.mul_(0.9).add_(0.1 * x.mean())
         x = x + self.key(x)
         for layer in self.layers:
             x = layer(x).tanh()
         return x.square().mean()
 
 
-def test_weights_that_a_forward_writes_to() -> None:
+@pytest.mark.parametrize("way", ["in place", "other data", "unseen"])
+def test_weights_that_a_forward_writes_to(way: str) -> None:
     """With two segments it was written to twice for each micro-batch, and losses were 6 % off."""
     batch = {"x": torch.ones(4, 4, dtype=torch.float64)}
     for segments in (1, 2):
         config = ParallelConfig(segments=segments, micro_batches=2, blocks="layers")
-        with contextlib.closing(Engine(Momentum(), config, optimizer=SGD)) as engine:
+        with contextlib.closing(Engine(Momentum(way), config, optimizer=SGD)) as engine:
             if segments == 1:
                 engine.step(batch)
             else:
                 with pytest.raises(fold3d.Fold3dError, match=r"forward writes to 'key\.weight', a weight that is not"):
                     engine.step(batch)
+
+
+class HalfFrozen(nn.Module):
+    """Trains its last two layers; a hook has what the last one before them returns require a gradient, as
+    `enable_input_require_grads` of transformers does for embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        self.layers[:2].requires_grad_(False)
+        self.layers[1].register_forward_hook(self.require)
+
+    @staticmethod
+    def require(module: nn.Module, given: Any, made: Tensor) -> None:
+        made.requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def half_frozen(layout: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    config = ParallelConfig(micro_batches=2, blocks="layers", **layout)
+    with contextlib.closing(Engine(HalfFrozen(), config, optimizer=SGD)) as engine:
+        return [engine.step({"x": torch.randn(4, 4, dtype=torch.float64)}).loss.item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 2, "recompute": "full"}, {"pp": 2}])
+def test_a_hook_that_has_a_border_s_tensor_require_a_gradient(ranks: RankPool, layout: dict[str, Any]) -> None:
+    """It runs in the chunk behind, and the one before got a gradient that it did not expect."""
+    found = ranks.run(half_frozen, layout.get("pp", 1), layout)
+    assert found == [pytest.approx(half_frozen({}), rel=1e-12)] * len(found)
 
 
 class Behind(nn.Module):
