@@ -296,24 +296,38 @@ double fastest(const PlanJob& job) {
   return most;
 }
 
-/// What a stage's card has to send in a step: messages to other stages, and DP.sync. What stays inside of a host costs
-/// no card anything.
-std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stage) {
-  if (!job.hosts.empty()) return 0;
+/// What the busiest card has to send in a step: messages to other stages, and DP.sync. What stays inside of a host
+/// costs no card anything.
+std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout) {
   const Shape shape = job.shape(layout.chunks());
-  double sums = 0, messages = 0;
-  for (int segment = 0; segment < shape.segments; ++segment) {
-    const int chunk = shape.chunk_of(segment, stage);
+  std::vector<double> of_host, sums(at(job.pp), 0);
+  for (int chunk = 0; chunk < layout.chunks(); ++chunk) {
     for (const BucketCost& bucket : layout.buckets[at(chunk)]) {
-      sums += static_cast<double>(sent(bucket.bytes, job.gradient_share, Way::kEarly));
-    }
-    for (const int other : {chunk - 1, chunk + 1}) {
-      if (other < 0 || other == layout.chunks() || shape.stage_of(other) == stage) continue;
-      messages += static_cast<double>(layout.activation_bytes[at(std::min(chunk, other))]);
+      sums[at(shape.stage_of(chunk))] += static_cast<double>(sent(bucket.bytes, job.gradient_share, Way::kEarly));
     }
   }
-  const double seconds = 2 * sums * (job.dp - 1) / job.dp / job.bandwidth + messages * job.micro_batches / fastest(job);
-  return static_cast<std::int64_t>(kNs * seconds * (1 - kRounding));
+  const auto send = [&](int from, int to, double seconds) {
+    if (!uses_card(job.hosts, from, to)) return;
+    const int host = host_of(job.hosts, from);
+    of_host.resize(std::max(of_host.size(), at(host) + 1), 0);
+    of_host[at(host)] += seconds;
+  };
+  const double message = job.micro_batches / fastest(job);
+  const int replicas = job.hosts.empty() ? 1 : job.dp;  // with a card for each rank all do the same
+  for (int replica = 0; replica < replicas; ++replica) {
+    const int first = replica * job.pp, next = (replica + 1) % job.dp * job.pp;
+    for (int stage = 0; stage < job.pp; ++stage) {
+      send(first + stage, next + stage, 2 * sums[at(stage)] * (job.dp - 1) / job.dp / job.bandwidth);
+    }
+    for (int chunk = 0; chunk + 1 < layout.chunks(); ++chunk) {
+      const int one = first + shape.stage_of(chunk), other = first + shape.stage_of(chunk + 1);
+      const double seconds = static_cast<double>(layout.activation_bytes[at(chunk)]) * message;
+      send(one, other, seconds);
+      send(other, one, seconds);
+    }
+  }
+  const double most = of_host.empty() ? 0 : *std::max_element(of_host.begin(), of_host.end());
+  return static_cast<std::int64_t>(kNs * most * (1 - kRounding));
 }
 
 }  // namespace
@@ -321,7 +335,6 @@ std::int64_t least_sending_ns(const PlanJob& job, const Layout& layout, int stag
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits) {
   const Shape shape = job.shape(layout.chunks());
   double most = 0, before = 0;
-  std::int64_t sending = 0;
   const std::vector<bool> again = layout.spared.without_graph(layout.chunks());
   for (int stage = 0; stage < job.pp; ++stage) {
     double own = 0, update = 0;
@@ -337,14 +350,13 @@ std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits
     // Without a flush the pipeline is full, and an update has the memory of another version to go to.
     if (!job.flush) before = 0;
     most = std::max(most, before + job.micro_batches * own + update);
-    sending = std::max(sending, least_sending_ns(job, layout, stage));
     // Of the first segment chunk `stage` is on this stage.
     const double bytes = job.hosts.empty() ? static_cast<double>(layout.activation_bytes[at(stage)]) : 0;
     const double message = job.pp_latency + bytes / fastest(job);
     before += layout.forward[at(stage)] + job.action_seconds + message;
     if (!splits) before += layout.backward[at(stage)] + job.action_seconds + message;
   }
-  return std::max(static_cast<std::int64_t>(kNs * most * (1 - kRounding)), sending);
+  return std::max(static_cast<std::int64_t>(kNs * most * (1 - kRounding)), least_sending_ns(job, layout));
 }
 
 std::int64_t least_bytes(const PlanJob& job, const Layout& layout, bool shares_optimizer) {

@@ -113,7 +113,7 @@ class Programs {
 std::vector<StagePeak> peaks_of(const std::vector<StageMemory>& curves);
 
 /// No step of this layout and schedule takes less: a stage waits for the first micro-batch, computes all of them, and
-/// its last gradient goes on to the first stage; or its card sends what it has to send. `splits`: backwards are split,
+/// its last gradient goes on to the first stage; or a card sends what it has to send. `splits`: backwards are split,
 /// so weights' gradients may come last.
 std::int64_t least_step_ns(const PlanJob& job, const Layout& layout, bool splits);
 
