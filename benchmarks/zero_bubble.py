@@ -1,4 +1,4 @@
-"""ZB-H1 against 1F1B on real processes: what splitting the backward saves.
+"""ZB-H1 and PipeDream-2BW against 1F1B on real processes: what splitting the backward, and what not draining saves.
 
     python benchmarks/zero_bubble.py [--steps N] [--json FILE]
 
@@ -8,8 +8,10 @@ Two kinds of stages, a row of the table for each size:
   machine; everything else, messages and autograd included, is real;
 - computing: transformer layers, one thread to a process, two processes.
 
-Both schedules train models with the same weights, their steps in turn in the same processes; every pair's losses are
-compared. The ratio is that of the medians of steps, 1F1B / ZB-H1; beside it, that of the simulator.
+All train models with the same weights in the same processes, ROW steps of one, then of the next: without a flush a step
+is only as long as it is between others. The losses of 1F1B and ZB-H1 are compared; those of 2BW are others, as its
+gradients come a step late. Ratios are those of medians; beside that of 1F1B / ZB-H1 the simulator's, beside that of
+ZB-H1 / 2BW the most that is possible: a stage that never waits.
 """
 
 from __future__ import annotations
@@ -31,10 +33,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-SCHEDULES = ("1f1b", "zb_h1")
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "zb_h1": {"schedule": "zb_h1"},
+    "2bw": {"schedule": "1f1b", "gradient_delay": 1, "flush": False},
+}
+ROW = 4
 SLEEP_SECONDS = 0.05
 WIDTH, LENGTH, LAYERS_PER_STAGE = 384, 128, 2
-WARM_UP = 2
+WARM_UP = 1
+"""Rows."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,8 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def measure(rank: int, folder: str, case: Case, steps: int) -> None:
-    """One rank; rank 0 writes the milliseconds of every step, by schedule."""
+def measure(rank: int, folder: str, case: Case, rows: int) -> None:
+    """One rank; rank 0 writes the milliseconds of a step in each row, by schedule."""
     from fold3d import Engine, ParallelConfig
 
     torch.set_num_threads(1)
@@ -111,19 +119,20 @@ def measure(rank: int, folder: str, case: Case, steps: int) -> None:
     rows = LENGTH if case.kind == "computing" else 1
     batch = [{"x": torch.rand(1, rows, WIDTH)} for _ in range(case.m)]
     engines = {}
-    for name in SCHEDULES:
-        config = ParallelConfig(pp=case.pp, segments=1, micro_batches=case.m, schedule=name, blocks="layers")
+    for name, settings in SYSTEMS.items():
+        config = ParallelConfig(pp=case.pp, segments=1, micro_batches=case.m, blocks="layers", **settings)
         engines[name] = Engine(Stack(case), config, example=batch[0])
-    times: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-    for step in range(steps + WARM_UP):
-        losses = []
-        for name in SCHEDULES if step % 2 == 0 else SCHEDULES[::-1]:
+    times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for row in range(rows + WARM_UP):
+        losses = {}
+        for name in list(SYSTEMS)[:: 1 if row % 2 == 0 else -1]:
             dist.barrier()
             start = time.perf_counter()
-            losses.append(engines[name].run(batch, lambda model, one: model(**one)))
-            if step >= WARM_UP:
-                times[name].append(1e3 * (time.perf_counter() - start))
-        if not torch.equal(*losses):
+            for _ in range(ROW):
+                losses[name] = engines[name].run(batch, lambda model, one: model(**one))
+            if row >= WARM_UP:
+                times[name].append(1e3 * (time.perf_counter() - start) / ROW)
+        if not torch.equal(losses["1f1b"], losses["zb_h1"]):
             raise RuntimeError(f"the schedules' losses differ: {losses}")
     if rank == 0:
         Path(f"{folder}/result.json").write_text(json.dumps(times))
@@ -132,42 +141,42 @@ def measure(rank: int, folder: str, case: Case, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def simulated_ratio(case: Case) -> float:
-    """Returns 1F1B / ZB-H1 of the simulator, where F, I and W take as long and messages no time."""
+def simulated(case: Case) -> dict[str, float]:
+    """Returns 1F1B / ZB-H1 of the simulator, where F, I and W take as long and messages no time, and ZB-H1 over what a
+    stage computes."""
     from fold3d import schedule
 
-    made = [schedule.generate(name, pp=case.pp, micro_batches=case.m) for name in SCHEDULES]
+    made = [schedule.generate(name, pp=case.pp, micro_batches=case.m) for name in ("1f1b", "zb_h1")]
     first, second = (schedule.unit_timeline(one, forward=1, backward=2).makespan for one in made)
-    return float(first / second)
+    return {"simulated": float(first / second), "most": float(second / (3 * case.m))}
 
 
-def compare(case: Case, steps: int) -> dict[str, float]:
-    """Starts the processes of `case`; returns both medians in milliseconds, their ratio and the simulator's."""
+def compare(case: Case, rows: int) -> dict[str, float]:
+    """Starts the processes of `case`; returns medians in milliseconds, their ratios and what is predicted."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(folder, case, steps), nprocs=case.pp)
+        mp.spawn(measure, args=(folder, case, rows), nprocs=case.pp)
         times = json.loads(Path(f"{folder}/result.json").read_text())
-    row = {f"{name}_ms": statistics.median(times[name]) for name in SCHEDULES}
-    return row | {"ratio": row["1f1b_ms"] / row["zb_h1_ms"], "simulated": simulated_ratio(case)}
+    row = {f"{name}_ms": statistics.median(times[name]) for name in SYSTEMS}
+    ratios = {"1f1b_by_zb_h1": row["1f1b_ms"] / row["zb_h1_ms"], "zb_h1_by_2bw": row["zb_h1_ms"] / row["2bw_ms"]}
+    return row | ratios | simulated(case)
 
 
 def main() -> None:
     """Measures every case and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="of each schedule")
+    parser.add_argument("--rows", type=int, default=4, help=f"of {ROW} steps of each")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     rows = []
-    print(f"{'stages':12}{'pp':>4}{'m':>4}{'1f1b ms':>10}{'zb_h1 ms':>10}{'ratio':>8}{'simulated':>11}")
+    columns = ["1f1b_ms", "zb_h1_ms", "2bw_ms", "1f1b_by_zb_h1", "simulated", "zb_h1_by_2bw", "most"]
+    print(f"{'stages':10}{'pp':>3}{'m':>3}" + "".join(f"{name:>14}" for name in columns))
     for case in CASES:
-        row = compare(case, options.steps)
+        row = compare(case, options.rows)
         rows.append(asdict(case) | row)
-        print(
-            f"{case.kind:12}{case.pp:4}{case.m:4}{row['1f1b_ms']:10.1f}{row['zb_h1_ms']:10.1f}{row['ratio']:8.3f}"
-            f"{row['simulated']:11.3f}",
-            flush=True,
-        )
+        figures = "".join(f"{row[name]:14.{1 if name.endswith('_ms') else 3}f}" for name in columns)
+        print(f"{case.kind:10}{case.pp:3}{case.m:3}{figures}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

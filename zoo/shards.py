@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,11 @@ def judge_shards(case: Case) -> Verdict:
         return Verdict(UNBUILT, why)
     torch.set_default_dtype(subject.dtype)
     with tempfile.TemporaryDirectory() as folder, two_ranks(f"{folder}/of-") as pair:
-        as_it_is = plain = _all_ways(subject, pair)
+        as_it_is = plain = _all_ways(subject, pair, _plainly)
         rounds = as_it_is.outcome == WRONG and subject.dtype == torch.float64
         with InDouble() if rounds else contextlib.nullcontext():  # as `compared` does
             if rounds:
-                plain = _all_ways(subject, pair)
+                plain = _all_ways(subject, pair, _plainly)
             dropping = outcome_of(lambda: _with_dropout(subject, pair))
     if rounds and plain.outcome == EXACT:
         plain = replace(plain, reason=f"in double precision throughout; {as_it_is.reason}")
@@ -102,27 +103,23 @@ def two_ranks(folder: str) -> Iterator[Pair]:
         os.waitpid(copied, 0)
 
 
-def _all_ways(subject: Subject, pair: Pair) -> Verdict:
-    return _of_all({way: _one_way(subject, pair, _plainly, way) for way in WAYS}, subject.inputs)
-
-
-def _of_all(found: dict[str, Verdict], inputs: str) -> Verdict:
-    return found[WAYS[0]] if len(set(found.values())) == 1 else worst(found, inputs)
-
-
-def _one_way(subject: Subject, pair: Pair, alone: Callable[[Subject], Trained], way: str) -> Verdict:
+def _all_ways(subject: Subject, pair: Pair, alone: Callable[[Subject], Trained]) -> Verdict:
     """Args:
     alone: trains the subject on one process.
     """
     precision = torch.empty(0).float().dtype  # another one in double precision throughout
 
-    def judged() -> Verdict:
-        want = alone(subject)
+    def one_way(way: str, want: Trained) -> Verdict:
         with pair.connected(f"{alone.__name__}-{way}-{precision}"):
             off = difference(_by_engine(subject, tp=TP, tp_overlap=way), want, TOLERANCE[subject.dtype])
         return Verdict(WRONG if off else EXACT, off, subject.inputs)
 
-    return outcome_of(judged, subject.inputs)
+    def all_ways() -> Verdict:
+        want = alone(subject)
+        found = {way: outcome_of(partial(one_way, way, want), subject.inputs) for way in WAYS}
+        return found[WAYS[0]] if len(set(found.values())) == 1 else worst(found, subject.inputs)
+
+    return outcome_of(all_ways, subject.inputs)
 
 
 def _plainly(subject: Subject) -> Trained:
@@ -151,7 +148,7 @@ def _with_dropout(subject: Subject, pair: Pair) -> Verdict:
         return Verdict(UNBUILT, reason_of(error))
     if max(losses) - min(losses) <= TOLERANCE[subject.dtype]:
         return Verdict(UNBUILT, "no configuration of the class has a chance of dropout that counts")
-    return _of_all({way: _one_way(dropping, pair, _by_engine, way) for way in WAYS}, subject.inputs)
+    return _all_ways(dropping, pair, _by_engine)
 
 
 def _dropping(subject: Subject) -> Subject:

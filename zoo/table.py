@@ -111,16 +111,16 @@ def missing(path: Path, cases: Iterable[Case], *, outputs: bool = False) -> list
     return [case for case, row in found if row.outcome != UNBUILT and not row.more]
 
 
-def changed(path: Path, found: Iterable[tuple[Case, Verdict]]) -> list[tuple[str, Verdict, Verdict]]:
-    """Returns what has another outcome than its row of the table, or with dropout another where the table has that:
-    the class, the row and what was found."""
-    rows = read(path)
-    return [
-        (case.name, row, one)
-        for case, one in found
-        for row in [rows[case.kind, case.name]]
-        if one.outcome != row.outcome or (one.more and one.more.split(":")[0] != row.more.split(":")[0])
-    ]
+def changed(path: Path, found: Iterable[tuple[Case, Verdict]]) -> list[str]:
+    """Returns a line of each case that has another outcome than its row of the table, or another with dropout where the
+    table has that."""
+    rows, lines = read(path), []
+    for case, one in found:
+        row = rows[case.kind, case.name]
+        more, before = (verdict.more.split(":")[0] for verdict in (one, row))
+        if one.outcome != row.outcome or (more and more != before):
+            lines.append(f"{case.name}: {one}; {one.more}, in the table {row.outcome}, {before}")
+    return lines
 
 
 def read(path: Path) -> dict[tuple[str, str], Verdict]:

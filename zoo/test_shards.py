@@ -78,4 +78,5 @@ def test_a_process_that_dies_has_crashed(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_table_is_current(part: int) -> None:
     """With dropout, too: a verdict says both."""
-    assert not table.changed(table.TP_TABLE, run(all_cases()[part::PARTS], 240.0, judge_shards))
+    lines = table.changed(table.TP_TABLE, run(all_cases()[part::PARTS], 240.0, judge_shards))
+    assert not lines, "\n".join(lines)

@@ -197,4 +197,5 @@ def test_the_tables_tell_their_columns_apart(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_table_is_current(part: int) -> None:
-    assert not table.changed(table.TABLE, run(all_cases()[part::PARTS], 240.0))
+    lines = table.changed(table.TABLE, run(all_cases()[part::PARTS], 240.0))
+    assert not lines, "\n".join(lines)
