@@ -233,6 +233,8 @@ class Divided:
 
 
 _MOST = 4
+_MOST_SETS = 400
+"""Of numbers that are tried for a block: with 15 integers in it there are some 4,000 for each region, and a run each."""
 _CLOSE = 1e-9
 """Of what a rank computes to the whole run's part of it, in double precision."""
 
@@ -251,6 +253,7 @@ class Numbers:
         found = self._integers()
         read = {(one.module, one.name) for one in found if self._matters(one)}
         self._candidates = [one for one in found if (one.module, one.name) in read]
+        self._sets_left = _MOST_SETS
 
     def find(self, drafts: Sequence[Draft], known: Divided) -> BlockSplit | None:
         """Returns the split of these regions, with the numbers that it needs, or None if none are right.
@@ -259,6 +262,9 @@ class Numbers:
             known: what the regions before the last one need.
         """
         for chosen in self._choices(known):
+            if self._sets_left == 0:
+                break
+            self._sets_left -= 1
             split = split_of(self._probe, drafts, self._tp, chosen, ())
             outputs = self._slices(drafts, split)
             if outputs is not None:

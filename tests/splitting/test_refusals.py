@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fold3d.errors import ConfigError, TraceError
 from fold3d.sharding.plan import ShardingPlan
-from fold3d.splitting import plan_sharding
+from fold3d.splitting import infer, plan_sharding
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import build
 from tests.splitting.shared import compare
@@ -114,6 +114,37 @@ def test_three_ranks() -> None:
     found = plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 3)
     assert compare(model, batch, found) < 1e-10
     assert {shard.length(rank) for shard in found.shards.values() for rank in range(3)} == {8}
+
+
+def test_a_block_with_many_numbers_is_searched_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every set of four of them was tried, for minutes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+            for number in range(16):
+                setattr(self, f"number_{number}", 2 + 2 * number)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            hidden = hidden * torch.arange(1, 1 + hidden.shape[-1]) / 24  # a rank does not know which units it has
+            scale: float = sum(getattr(self, f"number_{number}") for number in range(16))
+            return x + self.down(hidden) / scale
+
+    tried: list[Any] = []
+    slices = infer.Numbers._slices
+
+    def counted(self: infer.Numbers, *args: Any) -> Any:
+        tried.append(args)
+        return slices(self, *args)
+
+    monkeypatch.setattr(infer.Numbers, "_slices", counted)
+    monkeypatch.setattr(infer, "_MOST_SETS", 30)
+    model, batch = stacked(Block)
+    with pytest.raises(ConfigError, match=r"layers\.0\.up \(24, 8\) cannot be divided"):
+        plan_sharding(model, trace_call(model, ["layers.0", "layers.1"], batch), batch, 2)
+    assert tried and len(tried) % 30 == 0 and len(tried) <= 120
 
 
 def stacked(block: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
