@@ -234,7 +234,7 @@ class Divided:
 
 _MOST = 4
 _MOST_SETS = 400
-"""Of numbers that are tried for a block: with 15 integers in it there are some 4,000 for each region, and a run each."""
+"""Of numbers that are tried for a block: with 15 integers in it there are 4,000 for each region, and a run for each."""
 _CLOSE = 1e-9
 """Of what a rank computes to the whole run's part of it, in double precision."""
 
