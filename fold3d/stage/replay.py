@@ -26,6 +26,7 @@ from fold3d.trace.state import (
     OF_EVERY_MODULE,
     OTHER,
     PLAIN,
+    Position,
     attributes_of,
     holders,
     is_users_object,
@@ -115,6 +116,8 @@ class PlainAttributes:
                 one, other = known.get(name, ABSENT), held.get(name, ABSENT)
                 if one is other or one is OTHER or same(one, other) or (now := plain(other)) is OTHER:
                     continue
+                if type(one) is Position and not (type(now) is Position and now.iterator is one.iterator):
+                    continue  # nobody takes the next of that one again
                 if one is ABSENT or one is None or one is False:
                     has_hook = self._has_new_hook() if has_hook is None else has_hook
                     if has_hook:

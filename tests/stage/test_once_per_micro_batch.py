@@ -465,6 +465,9 @@ class Stateful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.way in ("closure", "partial"):
             x = x / self.count()
+        elif self.way == "iterator made each time":
+            self.draws = map(float, (2, 3, 4))
+            x = x / next(self.draws)
         elif self.way == "global iterator":
             x = x / next(GLOBAL_DRAWS)
         elif self.way in ("cycle", "map", "reversed", "generator"):
@@ -523,6 +526,7 @@ def counted(state: dict[str, int]) -> int:
         ("made late", r"a forward of the model has made 'memory' \(of class Memory\)"),
         ("made late, in a dictionary", r"a forward of the model has made 'memories\[4\]' \(of class Memory\)"),
         ("made each time", ""),
+        ("iterator made each time", ""),
         ("global iterator", r"the model's forward changes 'GLOBAL_DRAWS'"),
         *((kind, rf"takes the next of 'draws' \(of Stateful\), a {kind}") for kind in ("cycle", "map", "generator")),
         ("reversed", r"takes the next of 'draws' \(of Stateful\), a list_reverseiterator"),
