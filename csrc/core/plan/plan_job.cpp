@@ -41,6 +41,7 @@ void PlanJob::check() const {
   if (std::min({dp, pp, micro_batches}) < 1) {
     refuse("the least of dp, pp and micro_batches", std::to_string(std::min({dp, pp, micro_batches})), "at least 1");
   }
+  check_size("the list of hosts", hosts, static_cast<std::size_t>(dp) * static_cast<std::size_t>(pp), true);
   const std::size_t all = activation_bytes.size(), parameters = gradient_bytes.size();
   if (all == 0) refuse("the number of blocks", "0", "at least 1");
   if (starts.empty() || starts.front() != 0 || !std::is_sorted(starts.begin(), starts.end()) ||
