@@ -1,6 +1,6 @@
 """ZB-H1 and PipeDream-2BW against 1F1B on real processes: what splitting the backward, and what not draining saves.
 
-    python benchmarks/zero_bubble.py [--steps N] [--json FILE]
+    python benchmarks/zero_bubble.py [--rows N] [--json FILE]
 
 Two kinds of stages, a row of the table for each size:
 
@@ -41,6 +41,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "2bw": {"schedule": "1f1b", "gradient_delay": 1, "flush": False},
 }
 ROW = 4
+"""Steps of one system, before those of the next."""
 SLEEP_SECONDS = 0.05
 WIDTH, LENGTH, LAYERS_PER_STAGE = 384, 128, 2
 WARM_UP = 1
