@@ -17,7 +17,7 @@ SIMDEVICE := $(shell find simdevice -name '*.cpp' -o -name '*.h')
 TORCH := $(shell grep '^torch==' requirements.txt)
 LINT := tests/test_quality.py tests/test_layering.py
 
-FULL := cpp one-process parity dist faults trainer tools zoo zoo-tp
+FULL := cpp one-process parity dist faults trainer tools zoo zoo-tp-half1 zoo-tp-half2
 PARITY := $(wildcard tests/dist/test_parity*.py)
 # One more than the two cores that this is meant for: tests of several processes mostly wait.
 WORKERS ?= 3
@@ -82,12 +82,15 @@ test-full-trainer: .venv/.extension
 test-full-tools: .venv/.extension .venv/.simdevice
 	$(call timed,$@,$(PYTEST) simdevice benchmarks && FOLD3D_TEST_DEVICE=sim $(PYTEST) tests/parity/test_training.py)
 
-# Every class of transformers with a loss: in chunks, and with tp=2.
+# Every class of transformers with a loss: in chunks, and with tp=2; that in two halves, of up to an hour each.
 test-full-zoo: .venv/.extension
 	$(call timed,$@,$(PYTEST) zoo --ignore zoo/test_shards.py)
 
-test-full-zoo-tp: .venv/.extension
-	$(call timed,$@,$(PYTEST) zoo/test_shards.py)
+test-full-zoo-tp-half1: .venv/.extension
+	$(call timed,$@,$(PYTEST) zoo/test_shards.py -k "not half2")
+
+test-full-zoo-tp-half2: .venv/.extension
+	$(call timed,$@,$(PYTEST) zoo/test_shards.py -k half2)
 
 # What the gate is worth: 30 single faults, each against the gate until its first failure. Without the test of the faults
 # themselves, which would find each. Hours.
