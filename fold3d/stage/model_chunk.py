@@ -17,7 +17,7 @@ from fold3d.stage.micro_batch import MicroBatch, one_number
 from fold3d.stage.replay import ChangedBuffers, OwnBuffers
 from fold3d.stage.sharded_chunk import ShardedChunk
 from fold3d.stage.split_model import SplitModel
-from fold3d.stage.users_state import SharedValues
+from fold3d.stage.users_state import SharedValues, may_write_unseen
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.tensor_parallel.random_draws import PerSampleRandom
@@ -41,8 +41,9 @@ class OncePerMicroBatch:
         """Args:
         repeats: whether any code of the model's runs several times in this process.
         """
-        self._buffers = ChangedBuffers(model, blocks) if repeats else None
-        self._own, self._shared = OwnBuffers(model), SharedValues(model)
+        unseen = may_write_unseen(model)
+        self._buffers = ChangedBuffers(model, blocks, unseen=unseen) if repeats else None
+        self._own, self._shared = OwnBuffers(model, unseen=unseen), SharedValues(model, unseen=unseen)
 
     @contextlib.contextmanager
     def around(self, chunk: int, micro_batch: MicroBatch, run: Run = "only") -> Iterator[None]:

@@ -17,6 +17,7 @@ from fold3d.errors import ConfigError
 from fold3d.placement.recomputed_blocks import modules_inside
 from fold3d.recompute import WORDS, Choice, Recompute
 from fold3d.stage.replay import Before, ChangedBuffers, DrawnNumbers
+from fold3d.stage.users_state import may_write_unseen
 from fold3d.trace.arguments import cached_tokens, without_key_values
 from fold3d.trace.coat import Coat, Wrap
 
@@ -31,7 +32,7 @@ def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     (transformers' gradient checkpointing). A key-value cache is not handed on, because recomputing would fill
     it twice. Buffers change once, and Python's and numpy's numbers are drawn once.
     """
-    buffers = ChangedBuffers(module, ())
+    buffers = ChangedBuffers(module, (), unseen=may_write_unseen(module))
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()) or getattr(module, "gradient_checkpointing", False):

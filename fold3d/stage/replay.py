@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
-from fold3d.stage.users_state import may_write_unseen
 from fold3d.trace.state import (
     ABSENT,
     CONTAINERS,
@@ -64,7 +63,7 @@ class ModelValues:
         for path, name, value, _ in attributes:
             own = attributes_of(self._holders[path]).get(name, ABSENT)
             is_shared = type(own) is type(value) and type(value) not in PLAIN
-            set_attribute(self._holders[path], name, shared.setdefault(id(own), value) if is_shared else value)
+            _put(self._holders[path], False, name, shared.setdefault(id(own), value) if is_shared else value)
         names = dict.fromkeys(f"{type(self._holders[path]).__name__}.{name}" for path, name, _, _ in attributes)
         return bool(changed or moved), list(names)
 
@@ -138,6 +137,13 @@ def _values_of(holder: Any, is_buffer: bool) -> dict[str, Any]:
 
 
 def _put(holder: Any, is_buffer: bool, name: str, value: Any) -> None:
+    if type(value) is Position:
+        raise SplitError(
+            f"the model's forward takes the next of '{name}' (of {type(holder).__name__}), a "
+            f"{type(value.iterator).__name__}, which cannot be put back, and it runs several times with a micro-batch: "
+            "keep an index or an itertools.count there, or draw in the data collator; or set pp=1, segments=1 and "
+            'recompute="none"'
+        )
     if not is_buffer:
         set_attribute(holder, name, value)
     elif value is ABSENT:
@@ -199,7 +205,10 @@ class ChangedBuffers:
     models do that when hidden states are first asked for, and would register them again.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, unseen: bool) -> None:
+        """Args:
+        unseen: whether code of the user's may write to a tensor without a trace, see `may_write_unseen`.
+        """
         self._model = model
         inside = tuple(f"{block}." for block in blocks)
         # The forwards of torch's own modules change nothing but buffers.
@@ -213,7 +222,7 @@ class ChangedBuffers:
         self._first: int | None = None
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
-        self._always_compares = may_write_unseen(model)
+        self._always_compares = unseen
         self._is_users = [is_users_object(one) for one in self._holders]
         self._known = set(map(id, self._holders))
         self._users = [(path, one) for path, one in model.named_modules() if is_users_object(one)]
@@ -468,12 +477,12 @@ class OwnBuffers:
     the forward the module has its own tensor again, with the new values.
 
     Of the user's modules: of what torch's own ones write, such as batch norms, no gradient depends. Who writes to a
-    tensor that is a plain attribute is found out by autograd, unless it cannot notice (`may_write_unseen`): then these
-    are looked at, too.
+    tensor that is a plain attribute is found out by autograd, unless it cannot notice (`unseen`, as in ChangedBuffers):
+    then these are looked at, too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._always_compares = may_write_unseen(model)
+    def __init__(self, model: nn.Module, *, unseen: bool) -> None:
+        self._always_compares = unseen
         self._modules = [
             module
             for module in model.modules()

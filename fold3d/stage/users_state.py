@@ -31,6 +31,7 @@ from fold3d.trace.state import (
     attributes_of,
     has_attributes,
     holders,
+    is_others_iterator,
     is_users,
     is_users_object,
     position_of,
@@ -296,7 +297,10 @@ class SharedValues:
     what counts there, counts otherwise than in one process. What is made once, such as a table of masks, does not.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, unseen: bool = False) -> None:
+        """Args:
+        unseen: whether code of the user's may write to a weight without a trace, see `may_write_unseen`.
+        """
         kinds = dict.fromkeys(type(module) for module in model.modules() if is_users(type(module).__module__))
         functions: list[Any] = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
         held = holders((name, one) for name, one in model.named_modules() if type(one) in kinds)
@@ -310,7 +314,7 @@ class SharedValues:
         ]
         self._flags: dict[tuple[int, str], bool] = {}
         self._parameters = dict(model.named_parameters()) if kinds else {}
-        self._looks = bool(kinds) and may_write_unseen(model)
+        self._unseen = unseen
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -335,11 +339,11 @@ class SharedValues:
         return [space.contents() for space in self._spaces]
 
     def _frozen(self) -> dict[str, tuple[int, ...]]:
-        """Returns of each weight that is not trained how often it was written to, and where it is; where code of the
-        user's may write without a trace (`weight.data.mul_(0.9)`), a sum of its bits, too."""
+        """Returns of each weight that is not trained how often it was written to, and what else tells; where code of
+        the user's may write without a trace (`weight.data.mul_(0.9)`), a sum of its bits, too."""
         with torch._C.DisableTorchFunctionSubclass():  # as in `ModelState.trained`
             return {
-                name: (one._version, _memory_of(one), _sum_of_bits(one) if self._looks else 0)
+                name: (one._version, *_marks_of(one, self._unseen))
                 for name, one in self._parameters.items()
                 if not one.requires_grad
             }
@@ -369,16 +373,15 @@ class SharedValues:
                     yield number, name
 
 
-def _memory_of(weight: Tensor) -> int:
-    return weight.data_ptr() if type(weight.data) is Tensor and weight.layout == torch.strided else 0
-
-
-def _sum_of_bits(weight: Tensor) -> int:
+def _marks_of(weight: Tensor, with_bits: bool) -> tuple[int, ...]:
+    """Returns where a weight is in memory, and a sum of its bits, for which the host waits for its device."""
     value = weight.data
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return 0
-    value = torch.view_as_real(value) if value.is_complex() else value
-    return int(value.contiguous().view(_WHOLE_NUMBERS[value.element_size()]).sum())
+        return ()
+    if not with_bits:
+        return (value.data_ptr(),)
+    parts = torch.view_as_real(value) if value.is_complex() else value
+    return value.data_ptr(), int(parts.contiguous().view(_WHOLE_NUMBERS[parts.element_size()]).sum())
 
 
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -512,7 +515,7 @@ def version(value: Any) -> Version:
             return type(one), one
         if isinstance(one, np.ndarray) and one.size <= MOST and not one.dtype.hasobject:
             return id(one), one.tobytes()
-        if isinstance(one, Iterator) and not is_users(type(one).__module__):
+        if is_others_iterator(type(one)):
             return type(one), of(position_of(one))
         return type(one), id(one)
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fold3d.errors import SplitError
 from fold3d.trace.blocks import modules_around
 
 PLAIN: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -87,17 +86,7 @@ def position_of(iterator: Any) -> Any:
 
 
 def set_attribute(holder: object, name: str, value: Any) -> None:
-    """Sets an attribute past what the class does about that; takes it away where `value` is ABSENT.
-
-    Raises: SplitError where `value` is a Position.
-    """
-    if type(value) is Position:
-        raise SplitError(
-            f"the model's forward takes the next of '{name}' (of {type(holder).__name__}), a "
-            f"{type(value.iterator).__name__}, which cannot be put back, and it runs several times with a micro-batch: "
-            "keep an index or an itertools.count there, or draw in the data collator; or set pp=1, segments=1 and "
-            'recompute="none"'
-        )
+    """Sets an attribute past what the class does about that; takes it away where `value` is ABSENT."""
     if name in slots_of(type(holder)):
         object.__delattr__(holder, name) if value is ABSENT else object.__setattr__(holder, name, value)
     elif value is ABSENT:
@@ -118,6 +107,11 @@ def has_attributes(one: object) -> bool:
     return isinstance(getattr(one, "__dict__", None), dict) or (
         hasattr(one, "__slots__") and is_users(type(one).__module__)
     )
+
+
+def is_others_iterator(kind: type) -> bool:
+    """Whether a class is of iterators, and not the user's: it does not tell where one is, but for `position_of`."""
+    return issubclass(kind, Iterator) and not is_users(kind.__module__)
 
 
 def is_users(module: str | None) -> bool:
@@ -255,7 +249,7 @@ def _how_copied(kind: type) -> _Copied | None:
         return lambda value, others: value.copy() if value.size <= MOST_COPIED else value if others else OTHER
     if kind in (bytearray, array.array, *ITERATORS):
         return lambda value, others: copy.copy(value)
-    if issubclass(kind, Iterator) and not is_users(kind.__module__):
+    if is_others_iterator(kind):
         return lambda value, others: Position(value, plain(position_of(value), others=True))
     if issubclass(kind, (dict, list, set, deque)):
         return _copied_container

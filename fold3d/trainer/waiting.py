@@ -12,7 +12,7 @@ from torch import nn
 from fold3d.errors import ConfigError
 from fold3d.stage.replay import PlainAttributes
 from fold3d.stage.users_state import Contents
-from fold3d.trace.state import ABSENT, OTHER, same
+from fold3d.trace.state import ABSENT, OTHER, Position, same
 
 _PLACE = "fold3d: place in the step"
 """Key of a micro-batch by which what it was drawn with is found; taken out before the loss function sees it."""
@@ -37,7 +37,7 @@ class ModelThen:
     def changed(self, before: ModelThen) -> set[Place]:
         """Returns which attributes are others than they were.
 
-        Raises: ConfigError where other weights are trained.
+        Raises: ConfigError where other weights are trained, or where one is an iterator that cannot be put back.
         """
         if self._trained != before._trained:
             raise ConfigError(
@@ -50,8 +50,15 @@ class ModelThen:
             then = before._attributes[number]
             for name in values.keys() | then.keys():
                 one, other = then.get(name, ABSENT), values.get(name, ABSENT)
-                if one is not OTHER and other is not OTHER and not same(one, other):
-                    found.add((number, name))
+                if one is OTHER or other is OTHER or same(one, other):
+                    continue
+                if isinstance(one, Position) or isinstance(other, Position):
+                    raise ConfigError(
+                        f"training_step or _prepare_inputs takes the next of the model's iterator {name!r} between the "
+                        "micro-batches of a step, and it cannot be put back for the loss functions, which run behind "
+                        "the last one: draw in the data collator, or set gradient_accumulation_steps=1"
+                    )
+                found.add((number, name))
         return found
 
     def value(self, place: Place) -> Any:

@@ -4,6 +4,7 @@ Trainer, although all of a step run behind the last one.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,26 @@ class Freezing(Setting):
         return Trainer
 
 
-def test_which_weights_are_trained_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    job = Job(str(tmp_path), variant=Freezing())
-    (error,) = ranks.run(error_of, 1, job, {}, ConfigError)
-    assert "changes requires_grad of weights" in error and "between the micro-batches of a step" in error
+class Drawing(Setting):
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def _prepare_inputs(self, inputs: Any) -> Any:
+                if not hasattr(self.model, "draws"):
+                    self.model.draws = itertools.cycle([1, 2, 3])
+                self.model.scale = next(self.model.draws)
+                return super()._prepare_inputs(inputs)
+
+        return Trainer
+
+
+REFUSED = {
+    "weights": (Freezing(), "changes requires_grad of weights"),
+    "iterator": (Drawing(), "takes the next of the model's iterator 'draws'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_is_refused(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    variant, why = REFUSED[what]
+    (error,) = ranks.run(error_of, 1, Job(str(tmp_path), variant=variant), {}, ConfigError)
+    assert why in error and "between the micro-batches of a step" in error
