@@ -272,6 +272,19 @@ Candidate Programs::tried(const PlanJob& job, std::shared_ptr<const Layout> layo
           std::move(made.step.gather_order)};
 }
 
+Programs::Look Programs::look(const PlanJob& job, const Layout& layout, const Modes& modes) {
+  const Program& made = of(layout.spared);
+  const Program& program = made.kept ? *made.kept : made;
+  ClusterModel model = cluster_model(job, layout, modes);
+  model.dp = 1;
+  if (!model.hosts.empty()) model.hosts.resize(at(job.pp));
+  const TrainingStep step = simulate_step(program.schedule, program.simulated, model,
+                                          {.max_steps = 1, .breakdown = false, .spans = true, .dp_sync = false});
+  const Shape& shape = program.schedule.shape;
+  return {step.step_ns, peaks_of(memory_curves(program.schedule, memory_model(job, layout, modes),
+                                               compute_times(step, shape), copy_times(step, shape)))};
+}
+
 std::int64_t Programs::without_dp_sync(const PlanJob& job, const Layout& layout) {
   return step_without_dp_sync(of(layout.spared).simulated,
                               cluster_model(job, layout, uniform_modes(job, layout, Way::kEarly)));

@@ -100,6 +100,14 @@ class Programs {
   Candidate tried(const PlanJob& job, std::shared_ptr<const Layout> layout, const Modes& modes, int early_gathers,
                   bool memory);
 
+  /// A step of one replica by itself, without DP.sync. That moves peaks by a message or two, and is most of what there
+  /// is to simulate; the step takes no longer than with it, where there is a flush.
+  struct Look {
+    std::int64_t step_ns = 0;
+    std::vector<StagePeak> peaks;  ///< by stage
+  };
+  Look look(const PlanJob& job, const Layout& layout, const Modes& modes);
+
   /// What a step would take without DP.sync.
   std::int64_t without_dp_sync(const PlanJob& job, const Layout& layout);
 

@@ -1,6 +1,7 @@
 #include "core/plan/group.h"
 
 #include <algorithm>
+#include <functional>
 #include <set>
 #include <stdexcept>
 #include <tuple>
@@ -27,6 +28,7 @@ constexpr int kGathers = 24;             // numbers of early gathers looked at
 constexpr double kNearFastest = 1.03;    // within which the numbers of early gathers may make a layout the fastest
 constexpr double kWorthSparing = 1.002;  // what is better by less is not looked for where it takes memory
 constexpr double kWorthCopies = 1.01;    // of the time without them
+constexpr int kTriesToFit = 3;           // of what fits without DP.sync
 
 std::size_t at(int number) { return static_cast<std::size_t>(number); }
 
@@ -363,27 +365,77 @@ void Group::spare_most(std::int64_t cutoff_ns) {
 }
 
 void Group::spare(std::int64_t cutoff_ns, std::size_t most) {
-  const std::size_t until = candidates_.size() + most;
+  const std::int64_t until = looks_ + static_cast<std::int64_t>(most) * kLooksOfAPlan;
   for (const Candidate* like : fastest_of_ways()) {
-    if (fits(*like)) continue;
-    const auto cannot = [&](std::int64_t least_ns, double worth) {
-      return scaled(least_ns, worth) >= cutoff_of(cutoff_ns);
-    };
-    const auto room = [this](const StagePeak& peak) { return has_room(peak); };
-    const auto made = [this, like](const Spared& spared) -> const Candidate& {
-      return tried(spared_like(*like, spared), like->modes, like->early_gathers);
-    };
-    const auto hopeless = [&](const Spared& spared) {
-      if (candidates_.size() >= until) return true;
-      return cannot(least_step_ns(job_, *spared_like(*like, spared), splits_), kWorthSparing);
-    };
-    for (const Ladder& ladder : ladders_of(*like)) {
-      // They only add time: what takes about as long without copies is good enough.
-      const bool copies = ladder.spared.leaves != Spared::Leaves::kNothing;
-      if (cannot(like->step_ns, copies ? kWorthCopies : kWorthSparing)) break;
-      climb(ladder, made, room, like->step_ns, hopeless);
-      if (ladder.steps.empty() && space_.sparing.leaving_is_free) lighten(job_, ladder.spared, made, room);
-      if (!copies && segments_ > 1 && !ladder.steps.empty()) thin(ladder, made, room, hopeless);
+    if (!fits(*like)) spare_like(*like, cutoff_ns, until);
+  }
+}
+
+/// Looks at steps without DP.sync, which tell how much is to be spared, and what is fast; only that is simulated whole.
+void Group::spare_like(const Candidate& like, std::int64_t cutoff_ns, std::int64_t until) {
+  const auto cannot = [&](std::int64_t least_ns, double worth) {
+    return scaled(least_ns, worth) >= cutoff_of(cutoff_ns);
+  };
+  std::map<std::vector<int>, Programs::Look> looks;
+  const auto look_at = [&](const Spared& spared) -> const Programs::Look& {
+    const auto [entry, is_new] = looks.try_emplace(numbers_of(spared));
+    if (is_new) {
+      entry->second = programs().look(job_, *spared_like(like, spared), like.modes);
+      ++looks_;
+    }
+    return entry->second;
+  };
+  std::vector<StagePeak> more(at(job_.pp));  // that stages need with DP.sync
+  Judge judge;
+  judge.look = [&](const Spared& spared) {
+    Programs::Look found = look_at(spared);
+    for (std::size_t stage = 0; stage < more.size(); ++stage) {
+      found.peaks[stage].bytes += more[stage].bytes;
+      found.peaks[stage].pool += more[stage].pool;
+    }
+    return found;
+  };
+  judge.fits = [this](const StagePeak& peak) { return has_room(peak); };
+  judge.hopeless = [&](const Spared& spared) {
+    return looks_ >= until || cannot(least_step_ns(job_, *spared_like(like, spared), splits_), kWorthSparing);
+  };
+  judge.least_ns = look_at(space_.sparing.fixed).step_ns;
+
+  struct Found {
+    std::function<std::optional<Spared>()> search;
+    Spared spared;
+    std::int64_t step_ns;
+  };
+  std::vector<Found> found;
+  const std::vector<Ladder> all = ladders_of(like);
+  const auto search = [&](std::function<std::optional<Spared>()> one) {
+    if (const std::optional<Spared> spared = one()) {
+      found.push_back({std::move(one), *spared, look_at(*spared).step_ns});
+    }
+  };
+  for (const Ladder& ladder : all) {
+    // They only add time: what takes about as long without copies is good enough.
+    const bool copies = ladder.spared.leaves != Spared::Leaves::kNothing;
+    if (cannot(like.step_ns, copies ? kWorthCopies : kWorthSparing)) break;
+    search([&] { return climb(ladder, judge); });
+    if (ladder.steps.empty() && space_.sparing.leaving_is_free) {
+      search([&] { return lighten(job_, ladder.spared, judge); });
+    }
+    if (!copies && segments_ > 1 && !ladder.steps.empty()) search([&] { return thin(ladder, judge); });
+  }
+  std::stable_sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.step_ns < b.step_ns; });
+  for (const Found& one : found) {
+    if (job_.flush && cannot(one.step_ns, kWorthSparing)) break;
+    std::optional<Spared> spared = one.spared;
+    for (int tries = 0; spared && tries < kTriesToFit; ++tries) {
+      const Candidate& made = tried(spared_like(like, *spared), like.modes, like.early_gathers);
+      if (fits(made)) break;
+      const std::vector<StagePeak>& without = look_at(*spared).peaks;
+      for (std::size_t stage = 0; stage < more.size(); ++stage) {
+        more[stage].bytes = std::max(more[stage].bytes, made.peaks[stage].bytes - without[stage].bytes);
+        more[stage].pool = std::max(more[stage].pool, made.peaks[stage].pool - without[stage].pool);
+      }
+      spared = one.search();
     }
   }
 }

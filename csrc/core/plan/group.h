@@ -40,6 +40,9 @@ inline constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 /// What is better by less than this factor is not looked for.
 inline constexpr double kWorthLooking = 1.001;
 
+/// So many steps of one replica without DP.sync take as long to simulate as a plan.
+inline constexpr std::int64_t kLooksOfAPlan = 4;
+
 /// What all schedules of a job with so many segments have in common.
 struct Cuts {
   std::vector<Ranges> ranges;       ///< to be tried, the even one first
@@ -70,7 +73,8 @@ class Group {
   const std::string& refused() const { return refused_; }
   const std::vector<std::unique_ptr<Candidate>>& candidates() const { return candidates_; }
   std::int64_t actions_of_a_plan() const { return 2LL * job_.pp * segments_ * job_.micro_batches; }
-  std::int64_t simulated_actions() const { return actions_of_a_plan() * static_cast<std::int64_t>(candidates_.size()); }
+  /// Simulated, with what was looked at without DP.sync.
+  std::int64_t plans() const { return static_cast<std::int64_t>(candidates_.size()) + looks_ / kLooksOfAPlan; }
 
   bool has_limit() const { return job_.memory_limit.has_value() || job_.pool_limit.has_value(); }
   bool has_room(const StagePeak& peak) const;
@@ -104,6 +108,7 @@ class Group {
   std::shared_ptr<const Layout> spared_like(const Candidate& candidate, const Spared& spared);
   std::vector<const Candidate*> fastest_of_ways() const;
   std::vector<Ladder> ladders_of(const Candidate& like) const;
+  void spare_like(const Candidate& like, std::int64_t cutoff_ns, std::int64_t until);
   std::int64_t cutoff_of(std::int64_t cutoff_ns) const;
   void try_ways(const std::shared_ptr<const Layout>& layout, std::int64_t cutoff_ns, bool all = true);
   void try_gathers(const std::shared_ptr<const Layout>& layout);
@@ -118,6 +123,7 @@ class Group {
   std::unique_ptr<Programs> programs_;
   std::map<Key, std::size_t> known_;
   std::vector<std::unique_ptr<Candidate>> candidates_;
+  std::int64_t looks_ = 0;
 };
 
 }  // namespace fold3d::core

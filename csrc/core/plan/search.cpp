@@ -125,8 +125,9 @@ class Search {
   Work done() const {
     Work work;
     for (const Entry& one : entries_) {
-      work.actions += one.group->simulated_actions();
-      work.plans += static_cast<std::int64_t>(one.group->candidates().size());
+      const std::int64_t plans = one.group->plans();
+      work.actions += plans * one.group->actions_of_a_plan();
+      work.plans += plans;
     }
     return work;
   }

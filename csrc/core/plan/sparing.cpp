@@ -1,6 +1,8 @@
 #include "core/plan/sparing.h"
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 namespace fold3d::core {
 namespace {
@@ -8,10 +10,6 @@ namespace {
 constexpr int kShares[] = {100, 50,
                            25};  // percent of the micro-batches whose stashes leave, where chunks compute again
 constexpr int kFinest = 16;      // shares are looked at in so many steps, at most
-
-bool all_fit(const Candidate& candidate, const Fits& fits) {
-  return std::all_of(candidate.peaks.begin(), candidate.peaks.end(), fits);
-}
 
 /// Said once where it is the same of all chunks.
 Spared with(Spared spared, const std::vector<Choice>& choices) {
@@ -66,50 +64,56 @@ std::vector<Ladder> ladders(const PlanJob& job, const SparingSpace& space, int c
   return found;
 }
 
-void lighten(const PlanJob& job, const Spared& spared, const TrySpared& tried, const Fits& fits) {
-  const int steps = std::min(job.micro_batches, kFinest);
-  const auto has_room = [&](int step) {
-    Spared share = spared;
-    share.percent = (100 * step + steps - 1) / steps;
-    return all_fit(tried(share), fits);
-  };
-  int low = 0, high = steps;
-  if (!has_room(high)) return;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (has_room(middle) ? high : low) = middle;
-  }
+bool Judge::all_fit(const Spared& spared) const {
+  const std::vector<StagePeak> peaks = look(spared).peaks;
+  return std::all_of(peaks.begin(), peaks.end(), fits);
 }
 
-void thin(const Ladder& ladder, const TrySpared& tried, const Fits& fits,
-          const std::function<bool(const Spared&)>& hopeless) {
-  std::vector<Choice> choices = ladder.highest().of_chunks(ladder.shape.num_chunks());
-  if (!all_fit(tried(ladder.highest()), fits)) return;
+std::optional<Spared> lighten(const PlanJob& job, const Spared& spared, const Judge& judge) {
+  const int steps = std::min(job.micro_batches, kFinest);
+  const auto share_of = [&](int step) {
+    Spared share = spared;
+    share.percent = (100 * step + steps - 1) / steps;
+    return share;
+  };
+  int low = 0, high = steps;
+  if (!judge.all_fit(share_of(high))) return std::nullopt;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (judge.all_fit(share_of(middle)) ? high : low) = middle;
+  }
+  return share_of(high);
+}
+
+std::optional<Spared> thin(const Ladder& ladder, const Judge& judge) {
+  const Choice highest = ladder.steps.back();
+  std::vector<Choice> choices(static_cast<std::size_t>(ladder.shape.num_chunks()), highest);
+  const auto fits = [&] { return judge.all_fit(with(ladder.spared, choices)); };
+  if (!fits()) return std::nullopt;
   std::vector<Choice> lower = {Choice{}};
   lower.insert(lower.end(), ladder.steps.begin(), ladder.steps.end() - 1);
   for (Choice& mine : choices) {
-    const Choice highest = mine;
     for (const Choice& choice : lower) {
       mine = choice;
-      if (all_fit(tried(with(ladder.spared, choices)), fits)) break;
+      if (fits()) break;
       mine = highest;
     }
-    if (hopeless({})) return;
+    if (judge.hopeless({})) break;
   }
+  return with(ladder.spared, choices);
 }
 
-void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
-           const std::function<bool(const Spared&)>& hopeless) {
+std::optional<Spared> climb(const Ladder& ladder, const Judge& judge) {
   const auto stages = static_cast<std::size_t>(ladder.shape.pp);
   std::vector<int> enough(stages, ladder.top()), failed(stages, -1);
-  if (!all_fit(tried(ladder.at(enough)), fits)) return;
+  if (!judge.all_fit(ladder.highest())) return std::nullopt;
   const auto is_open = [&](std::size_t stage) { return enough[stage] - failed[stage] > 1; };
   // Stages hardly depend on each other: all of them are halved at once.
   for (bool open = true; open;) {
     open = false;
     std::vector<int> least = failed;
     for (int& rung : least) ++rung;
-    if (hopeless(ladder.at(least))) return;
+    if (judge.hopeless(ladder.at(least))) return std::nullopt;
     std::vector<int> middle = enough;
     for (std::size_t stage = 0; stage < stages; ++stage) {
       if (!is_open(stage)) continue;
@@ -117,31 +121,35 @@ void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::
       open = true;
     }
     if (!open) break;
-    const std::vector<StagePeak> peaks = tried(ladder.at(middle)).peaks;
-    for (std::size_t stage = 0; stage < stages; ++stage) (fits(peaks[stage]) ? enough : failed)[stage] = middle[stage];
+    const std::vector<StagePeak> peaks = judge.look(ladder.at(middle)).peaks;
+    for (std::size_t stage = 0; stage < stages; ++stage) {
+      (judge.fits(peaks[stage]) ? enough : failed)[stage] = middle[stage];
+    }
   }
   for (int round = 0; round < ladder.top(); ++round) {
-    const std::vector<StagePeak> peaks = tried(ladder.at(enough)).peaks;
-    if (std::all_of(peaks.begin(), peaks.end(), fits)) break;
+    const std::vector<StagePeak> peaks = judge.look(ladder.at(enough)).peaks;
+    if (std::all_of(peaks.begin(), peaks.end(), judge.fits)) break;
     for (std::size_t stage = 0; stage < stages; ++stage) {
-      if (!fits(peaks[stage])) enough[stage] = std::min(enough[stage] + 1, ladder.top());
+      if (!judge.fits(peaks[stage])) enough[stage] = std::min(enough[stage] + 1, ladder.top());
     }
   }
-  if (ladder.spared.leaves == Spared::Leaves::kNothing || ladder.steps.empty()) return;
-  const auto step_ns = [&](int rung) {
+  if (ladder.spared.leaves == Spared::Leaves::kNothing || ladder.steps.empty()) return ladder.at(enough);
+  const auto at_least = [&](int rung) {
     std::vector<int> rungs = enough;
     for (int& mine : rungs) mine = std::max(mine, rung);
-    return tried(ladder.at(rungs)).step_ns;
+    return ladder.at(rungs);
   };
   int rung = 0, width = ladder.top();
-  while (width > 1 && step_ns(rung) > least_ns) {
+  std::int64_t step_ns = judge.look(ladder.at(enough)).step_ns;
+  while (width > 1 && step_ns > judge.least_ns) {
     width = (width + 1) / 2;
-    int best = rung;
     for (const int other : {rung - width, rung + width}) {
-      if (other >= 0 && other <= ladder.top() && step_ns(other) < step_ns(best)) best = other;
+      if (other < 0 || other > ladder.top()) continue;
+      const std::int64_t found_ns = judge.look(at_least(other)).step_ns;
+      if (found_ns < step_ns) std::tie(step_ns, rung) = std::pair(found_ns, other);
     }
-    rung = best;
   }
+  return at_least(rung);
 }
 
 }  // namespace fold3d::core

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "core/plan/candidate.h"
@@ -37,23 +39,29 @@ struct SparingSpace {
 /// What is to be tried with so many chunks; those without copies first.
 std::vector<Ladder> ladders(const PlanJob& job, const SparingSpace& space, int chunks);
 
-/// A plan that spares so.
-using TrySpared = std::function<const Candidate&(const Spared&)>;
-using Fits = std::function<bool(const StagePeak&)>;
+/// How plans that spare are judged.
+struct Judge {
+  std::function<Programs::Look(const Spared&)> look;
+  /// Whether a stage has room.
+  std::function<bool(const StagePeak&)> fits;
+  /// Whether what spares so much or more is known to be too slow, which ends the search.
+  std::function<bool(const Spared&)> hopeless;
+  std::int64_t least_ns = 0;  ///< a step of the plan that spares nothing
 
-/// Looks for the lowest rungs with which every stage fits, and, where copies make a step longer, for higher ones with
-/// fewer copies that make it shorter; what it looks at, `tried` notes. least_ns: of a step of the plan that spares
-/// nothing. `hopeless`: whether what spares so much or more is known to be too slow, which ends the search.
-void climb(const Ladder& ladder, const TrySpared& tried, const Fits& fits, std::int64_t least_ns,
-           const std::function<bool(const Spared&)>& hopeless);
+  bool all_fit(const Spared& spared) const;
+};
+
+// Each returns what it finds; nothing where even the most does not fit, or what fits is hopeless.
+
+/// The lowest rungs with which every stage fits; where copies make a step longer, higher ones with fewer copies that
+/// make it shorter.
+std::optional<Spared> climb(const Ladder& ladder, const Judge& judge);
 
 /// Likewise from the other end, chunk by chunk: what all need not do, one after the other stops doing. Chunks that
 /// differ in size are told apart so.
-void thin(const Ladder& ladder, const TrySpared& tried, const Fits& fits,
-          const std::function<bool(const Spared&)>& hopeless);
+std::optional<Spared> thin(const Ladder& ladder, const Judge& judge);
 
-/// Looks for the least share of micro-batches whose stashes must leave so that every stage fits, where those of all
-/// would do. spared: of all micro-batches.
-void lighten(const PlanJob& job, const Spared& spared, const TrySpared& tried, const Fits& fits);
+/// The least share of micro-batches whose stashes must leave so that every stage fits. spared: of all micro-batches.
+std::optional<Spared> lighten(const PlanJob& job, const Spared& spared, const Judge& judge);
 
 }  // namespace fold3d::core

@@ -53,11 +53,12 @@ TrainingStep simulate_step(const Schedule& schedule, const ClusterModel& model, 
 TrainingStep simulate_step(const Schedule& schedule, const SimulatedProgram& program, const ClusterModel& model,
                            const SimulationOptions& options) {
   model.check(schedule.shape);
-  if (options.max_steps < kLeastSteps) {
+  const int least = options.dp_sync ? kLeastSteps : 1;
+  if (options.max_steps < least) {
     throw std::invalid_argument("max_steps is " + std::to_string(options.max_steps) + "; a steady state needs " +
-                                std::to_string(kLeastSteps));
+                                std::to_string(least));
   }
-  TrainingRun run(program, model, {}, options);
+  TrainingRun run(program, model, {.dp_sync = options.dp_sync}, options);
   run.run();
 
   TrainingStep result;

@@ -59,9 +59,10 @@ struct TrainingStep {
 };
 
 struct SimulationOptions {
-  int max_steps = 8;      ///< give up waiting for a steady state, >= 3
+  int max_steps = 8;      ///< give up waiting for a steady state, >= 3; >= 1 without DP.sync
   bool breakdown = true;  ///< fill ranks' bubble and exposed times and limit_ns; costs two short runs without DP.sync
   bool spans = false;
+  bool dp_sync = true;  ///< false: nothing is summed over the replicas
 };
 
 /// Runs training steps of `schedule` (its compute actions, OFFLOAD and PREFETCH; transfers and DP.sync follow from

@@ -1,5 +1,6 @@
 #include "core/sim/simulated_program.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -62,7 +63,9 @@ SimulatedProgram::SimulatedProgram(const Schedule& schedule) : shape(schedule.sh
         throw std::invalid_argument(to_string(nodes[number].action) + " waits for " + to_string(wait) +
                                     ", which the schedule lacks");
       }
-      nodes[static_cast<std::size_t>(node_of[wait])].feeds.push_back({static_cast<int>(number), through});
+      const int chunk = nodes[number].action.chunk;
+      nodes[static_cast<std::size_t>(node_of[wait])].feeds.push_back(
+          {static_cast<int>(number), shape.stage_of(chunk), std::min(wait.chunk, chunk), through, wait.chunk < chunk});
       ++nodes[number].waits;
     }
   }

@@ -10,7 +10,10 @@ namespace fold3d::core {
 struct SimulatedProgram {
   struct Edge {
     int node = 0;          // that waits
-    bool through = false;  // a pipeline message carries the result
+    int stage = 0;         // of that
+    int border = 0;        // behind so many chunks, where a pipeline message carries the result
+    bool through = false;  // whether one does
+    bool forward = false;  // its direction
   };
   struct Copy {
     Action action;

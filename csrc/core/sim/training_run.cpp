@@ -281,19 +281,17 @@ void TrainingRun::end_of_program(std::int64_t now, int rank_number) {
 }
 
 void TrainingRun::feed(std::int64_t now, int from, const SimulatedProgram::Edge& edge, int from_node) {
-  const Action& source = program_.nodes[at(from_node)].action;
-  const Action& target = program_.nodes[at(edge.node)].action;
-  const int to = from - stage_of(from) + program_.shape.stage_of(target.chunk);
+  const int to = from - stage_of(from) + edge.stage;
   if (!edge.through || !parts_.messages) return arrived(now, to, edge.node, edge.through);
   // Chunk c hands activations to c + 1 and gets their gradient, of the same size, back.
-  const std::int64_t bytes = model_.activation_bytes[at(std::min(source.chunk, target.chunk))];
+  const std::int64_t bytes = model_.activation_bytes[at(edge.border)];
   if (bytes == 0 || !uses_card(model_.hosts, from, to)) {
     events_.push(now + model_.latency_ns, Event::Type::kArrived, to, edge.node);
     return;
   }
   messages_.push_back({from, to, from_node, edge.node});
-  const auto& links = source.chunk < target.chunk ? model_.forward_links : model_.backward_links;
-  const double rate = links.empty() ? 0 : links[at(std::min(source.chunk, target.chunk))];
+  const auto& links = edge.forward ? model_.forward_links : model_.backward_links;
+  const double rate = links.empty() ? 0 : links[at(edge.border)];
   const int token = static_cast<int>(messages_.size()) - 1;
   network_.send_message(now, model_.host_of(from), model_.host_of(to), bytes, token, rate);
 }
