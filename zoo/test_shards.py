@@ -77,6 +77,6 @@ def test_a_process_that_dies_has_crashed(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS), ids=lambda part: f"half{1 + part % 2}-{part}")
 def test_the_table_is_current(part: int) -> None:
-    """With dropout, too: a verdict says both. All of it takes longer than the hour that a part of `make test-full` may."""
+    """With dropout, too: a verdict says both. In halves: all of it takes longer than an hour."""
     lines = table.changed(table.TP_TABLE, run(all_cases()[part::PARTS], 240.0, judge_shards))
     assert not lines, "\n".join(lines)
