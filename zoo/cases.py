@@ -27,6 +27,10 @@ PARTS = 24
 """Of the whole zoo, each a test of some 20 classes of every kind, so that processes of the tests share the work."""
 
 
+LIMIT_S = 900.0
+"""For a case in a test. None takes so long; with other work beside, the slowest have taken more than 240 s."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model class; `kind` and `table` are the first that list it."""

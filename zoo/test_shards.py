@@ -8,14 +8,14 @@ import pytest
 from torch import Tensor
 
 from zoo import shards, table
-from zoo.cases import PARTS, all_cases, select
+from zoo.cases import LIMIT_S, PARTS, all_cases, select
 from zoo.run import run
 from zoo.shards import judge_shards
 from zoo.verdict import CRASHED, EXACT, UNBUILT, WRONG, Subject, Verdict
 
 
 def verdict_on(name: str) -> Verdict:
-    [(_, found)] = run(select(all_cases(), [name]), 240.0, judge_shards)
+    [(_, found)] = run(select(all_cases(), [name]), LIMIT_S, judge_shards)
     return found
 
 
@@ -78,5 +78,5 @@ def test_a_process_that_dies_has_crashed(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("part", range(PARTS), ids=lambda part: f"half{1 + part % 2}-{part}")
 def test_the_table_is_current(part: int) -> None:
     """With dropout, too: a verdict says both. In halves: all of it takes longer than an hour."""
-    lines = table.changed(table.TP_TABLE, run(all_cases()[part::PARTS], 240.0, judge_shards))
+    lines = table.changed(table.TP_TABLE, run(all_cases()[part::PARTS], LIMIT_S, judge_shards))
     assert not lines, "\n".join(lines)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fold3d.errors import TraceError
 from zoo import table, verdict
-from zoo.cases import PARTS, Case, all_cases, select
+from zoo.cases import LIMIT_S, PARTS, Case, all_cases, select
 from zoo.inputs import Batch
 from zoo.outputs import NAMES, everything, judge_outputs
 from zoo.run import run
@@ -197,5 +197,5 @@ def test_the_tables_tell_their_columns_apart(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_table_is_current(part: int) -> None:
-    lines = table.changed(table.TABLE, run(all_cases()[part::PARTS], 240.0))
+    lines = table.changed(table.TABLE, run(all_cases()[part::PARTS], LIMIT_S))
     assert not lines, "\n".join(lines)
