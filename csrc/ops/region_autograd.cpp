@@ -108,6 +108,19 @@ struct ReduceScatter : Function<ReduceScatter> {
   }
 };
 
+/// Of parts of something that all ranks have whole: so has its gradient.
+struct GatherParts : Function<GatherParts> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, std::int64_t dim, c10::SymInt length,
+                            const std::string& group) {
+    save(context, group, dim);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return all_gather(x, dim, std::move(length), group);
+  }
+  static Tensors backward(AutogradContext* context, const Tensors& gradients) {
+    return {scatter(gradients[0], dim_of(context), group_of(context)), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
 struct Scatter : Function<Scatter> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, std::int64_t dim, const std::string& group) {
     save(context, group, dim);
@@ -117,7 +130,7 @@ struct Scatter : Function<Scatter> {
   }
   static Tensors backward(AutogradContext* context, const Tensors& gradients) {
     const c10::SymInt length = context->saved_data["length"].toSymInt();
-    return {all_gather(gradients[0], dim_of(context), length, group_of(context)), at::Tensor(), at::Tensor()};
+    return {GatherParts::apply(gradients[0], dim_of(context), length, group_of(context)), at::Tensor(), at::Tensor()};
   }
 };
 

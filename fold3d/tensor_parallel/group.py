@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fold3d import _C
 from fold3d._C import same_origin
+from fold3d.errors import ConfigError
 from fold3d.tensor_parallel.kept_exchanges import KeptExchanges
 from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.tensor_parallel.region import ALL_GATHER, PART, REDUCE_SCATTER, SAME, SUM, Exchange
@@ -243,6 +244,11 @@ class _Gradient:
         self._finish: Callable[[], Tensor] | None = None
 
     def start(self, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise ConfigError(
+                'tp_overlap="sub" computes no gradients of gradients (a gradient penalty, create_graph=True), since '
+                'what is sent in a backward is not differentiated; set tp_overlap="none"'
+            )
         how, sent = self._how, gradient
         if how.backward == SUM:  # a copy: autograd may use what it hands us elsewhere, too
             sent = gradient.clone(memory_format=torch.contiguous_format)

@@ -187,12 +187,34 @@ def _safe_softmax(scores: Tensor) -> Tensor:
     return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
 
 
+_TRAINING = {F.alpha_dropout: 2, F.feature_alpha_dropout: 2, F.rrelu: 3, torch.rrelu: 3}
+"""Which argument says whether such a function draws."""
+_OTHERS = (torch.normal, torch.randint, torch.randperm, torch.multinomial, torch.poisson, F.gumbel_softmax, *_TRAINING)
+
+
+def _other(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Draws as it is, where all ranks do. Raises: RedrawError where a part of the whole's would have to be taken."""
+    drawn = func(*args, **named)
+    place = _TRAINING.get(func)
+    is_on = place is None or named.get("training", args[place] if len(args) > place else False)
+    if is_on and mode.whole(tuple(drawn.shape)) is not None:
+        raise RedrawError(
+            f"it draws random numbers by {func.__name__}, of which a rank, or a part of a micro-batch, cannot take its "
+            "share of what one process draws: draw by torch.rand, randn or rand_like, or by a dropout; or set tp=1 and "
+            "no micro_batch_size"
+        )
+    return drawn
+
+
 _FEATURES = (F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout, *_FEATURES), _dropout),
-    **dict.fromkeys((torch.rand_like, torch.randn_like), _drawn_like),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _drawn_like),
     **dict.fromkeys((torch.rand, torch.randn), _drawn_of_size),
     **dict.fromkeys((Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_), _drawn_in_place),
+    **dict.fromkeys((Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_), _drawn_in_place),
+    Tensor.random_: _drawn_in_place,
+    **dict.fromkeys(_OTHERS, _other),
     torch.bernoulli: _bernoulli,
     F.scaled_dot_product_attention: _attention,
 }
@@ -353,7 +375,8 @@ class ShardDraws:
             return
         generators = seeding.generators_of(device)
         self._saved = [(generator, generator.get_state()) for generator in generators]
-        seed = int(torch.randint(1 << 62, (1,), device="cpu"))  # as if it were not drawn, once the region has ended
+        with torch._C.DisableTorchFunction():  # no draw of the block's
+            seed = int(torch.randint(1 << 62, (1,), device="cpu"))  # as if it were not drawn, once the region has ended
         reseed(generators, seed_inside(seed, seeding.constant_of(f"shard {self._rank} of region {region}")))
         if self._block and self._block not in _warned:
             self._begun = [generator.get_state() for generator in generators]

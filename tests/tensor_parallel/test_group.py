@@ -224,17 +224,25 @@ def test_sums_that_are_started_and_waited_for(ranks: RankPool, over_tcp: bool) -
         assert torch.equal(gradient, 2 * mine(5, 4))
 
 
-def gradient_of_gradient(group: TensorParallelGroup) -> Tensor:
-    x = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
-    y = group.exchange((group.rank + 1) * group.exchange(x, COPY) ** 3, REDUCE)
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    (second,) = torch.autograd.grad(first, x)
-    return second
+def gradients_of_gradients(group: TensorParallelGroup) -> list[Tensor]:
+    """Of (1 + 2) * x ** 3, in a region that begins with the whole, and with a part, and of x ** 3 on parts."""
+    x = torch.tensor([1.5, 0.5], dtype=torch.float64, requires_grad=True)
+    scatter, join = Exchange.scatter(0, 2), Exchange.gather(0, 2, sums=False)
+    part = group.exchange(x, scatter)
+    region = (group.rank + 1) * group.exchange(part, Exchange.gather(0, 2, sums=True)) ** 3
+    made = [
+        group.exchange((group.rank + 1) * group.exchange(x, COPY) ** 3, REDUCE),
+        group.exchange(group.exchange(region, Exchange.reduce_scatter(0, 2)), join),
+        3 * group.exchange(part**3, join),
+    ]
+    first = [torch.autograd.grad(one.sum(), x, create_graph=True)[0] for one in made]
+    return [torch.autograd.grad(one.sum(), x)[0] for one in first]
 
 
 def test_gradients_of_gradients(ranks: RankPool) -> None:
-    for second in ranks.run(on_all, 2, True, gradient_of_gradient):
-        assert second.item() == pytest.approx(3 * 6 * 1.5)  # of (1 + 2) * x ** 3
+    for found in ranks.run(on_all, 2, True, gradients_of_gradients):
+        for second in found:
+            assert second.tolist() == pytest.approx([18 * 1.5, 18 * 0.5])
 
 
 def test_a_rank_alone_changes_nothing() -> None:

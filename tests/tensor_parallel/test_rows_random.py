@@ -21,10 +21,18 @@ def chosen(x: Tensor) -> Tensor:
     return torch.bernoulli(x.abs() / (1 + x.abs()))
 
 
+def exponential(x: Tensor) -> Tensor:
+    return torch.empty_like(x).exponential_()
+
+
+def whole_numbers(x: Tensor) -> Tensor:
+    return torch.randint_like(x, 9)
+
+
 @pytest.mark.parametrize(
     ("draw", "folded"),
     [
-        *itertools.product((functional.dropout, torch.rand_like, chosen), (False, True)),
+        *itertools.product((functional.dropout, torch.rand_like, chosen, exponential, whole_numbers), (False, True)),
         (functional.dropout1d, False),
     ],
 )
@@ -43,6 +51,25 @@ def test_parts_are_those_of_the_whole(draw: Callable[[Tensor], Tensor], folded: 
         with RowsRandom(part.shape, 1, LENGTH, RANKS, rank, lambda: False) as mode:
             assert torch.equal(drawn(part), expected[:, first:end])
         assert mode.used
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: torch.normal(torch.zeros_like(x), 1.0),
+    "randint": lambda x: torch.randint(9, x.shape),
+    "gumbel_softmax": functional.gumbel_softmax,
+    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, True),
+    "rrelu": lambda x: functional.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_draws_are_refused(name: str) -> None:
+    """Each rank drew for itself."""
+    part = torch.randn(SAMPLES, 3, WIDTH)
+    with RowsRandom(part.shape, 1, LENGTH, RANKS, 0, lambda: False):
+        with pytest.raises(Fold3dError, match=f"it draws random numbers by {name}"):
+            OTHERS[name](part)
+        assert functional.alpha_dropout(part, 0.5, False) is not None, "draws nothing"
 
 
 def test_rows_in_an_order_that_nobody_knows() -> None:
