@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -20,8 +21,9 @@ from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.replay import ModelValues, uniform_weights_filled
 from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance, why_gradients_differ
 from fold3d.stage.sub_pipeline import weights as weights_of
-from fold3d.trace.arguments import form_of
+from fold3d.trace.arguments import Form, form_of
 from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
+from fold3d.trace.wrappers import is_users
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ class Division:
         self._reduction, self._in_16_bits = reduction, in_16_bits
         self._comparisons = Comparisons(model)
         self._foresees = foresees
+        self._told = set[tuple[Form, str]]()
+        """Of which a comparison has told one kind of mean from the others."""
         self.may_divide = False
         """Whether another size may be set; of one that foresees that, after the first step."""
 
@@ -128,13 +132,19 @@ class Division:
                 made.append(whole)
                 continue
             kind = self._kind(function)
-            if self._comparisons.note(form_of(whole.inputs), whole.inputs):
+            one, other = self._pair(kind, parts)
+            tells = (form_of(whole.inputs), kind) not in self._told and self._tells(one, other)
+            if tells:
+                self._told.add((form_of(whole.inputs), kind))
+            if self._comparisons.note(form_of(whole.inputs), whole.inputs) or tells:
                 flush()
-                self._compare(kind, whole, function, *self._pair(kind, parts))
+                self._compare(kind, whole, function, one, other)
+            weights = self._weights(parts, kind)
+            if not any(weights):  # without labels: what its loss is then, nobody knows
+                made.append(whole)
+                continue
             made += [
-                self._part(whole, function, part, weight)
-                for part, weight in zip(parts, self._weights(parts, kind), strict=True)
-                if weight
+                self._part(whole, function, part, weight) for part, weight in zip(parts, weights, strict=True) if weight
             ]
         return made
 
@@ -163,7 +173,7 @@ class Division:
         return True
 
     def _kind(self, function: LossFunction) -> str:
-        if why := why_gradients_differ(self._model):
+        if why := why_gradients_differ(self._model) or _hooked_weight(self._model):
             self._refuse(why)
         if self._reduction is not None:
             return self._reduction
@@ -176,13 +186,17 @@ class Division:
         return "sum"
 
     def _pair(self, kind: str, parts: Sequence[SubMicroBatch]) -> tuple[SubMicroBatch, SubMicroBatch]:
-        """Returns the neighbours whose losses count most differently."""
+        """Returns the neighbours whose losses count most differently, by any kind of mean if not by this one."""
 
-        def differ(pair: tuple[SubMicroBatch, SubMicroBatch]) -> float:
+        def differ(pair: tuple[SubMicroBatch, SubMicroBatch]) -> tuple[float, bool]:
             one, other = self._weights(pair, kind)
-            return abs(one - other)
+            return abs(one - other), self._tells(*pair)
 
         return max(itertools.pairwise(parts), key=differ)
+
+    def _tells(self, one: SubMicroBatch, other: SubMicroBatch) -> bool:
+        """Whether two parts tell a mean over labels from one over samples, whichever label is the first."""
+        return all(abs(operator.sub(*weights_of((one, other), "tokens", first=first))) > _TELLING for first in (0, 1))
 
     def _part(self, whole: MicroBatch, function: LossFunction, part: SubMicroBatch, weight: float = 1.0) -> MicroBatch:
         loss = loss_run(function, self._model, part.inputs, weight)
@@ -266,5 +280,16 @@ class Division:
         ]
 
 
+def _hooked_weight(model: Module) -> str:
+    """Returns that a weight has a hook of the user's, which would be given gradients of parts; "" where none has."""
+    for name, one in model.named_parameters():
+        hooks = (*(one._backward_hooks or {}).values(), *(one._post_accumulate_grad_hooks or {}).values())
+        if any(map(is_users, hooks)):
+            return f"{name} has a hook of its gradient, which would be given gradients of a part"
+    return ""
+
+
+_TELLING = 0.02
+"""By how much shares of two parts differ that tell a mean over labels from another."""
 _MADE_OF = {"sum": "the sum", "mean": "the mean over samples", "tokens": "the mean over labels that are not -100"}
 """By `loss_reduction`."""

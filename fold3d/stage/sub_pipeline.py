@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from fold3d import seeding
 from fold3d.device import device_of, library_rng_state, same_library_rng_state, set_library_rng_state
@@ -21,12 +23,13 @@ from fold3d.stage.loss_run import LossRun, ModelCall
 from fold3d.stage.micro_batch import MicroBatch
 from fold3d.stage.replay import ModelValues, uniform_weights_filled
 from fold3d.stage.split_model import SplitModel
-from fold3d.stage.users_state import SharedValues
+from fold3d.stage.users_state import SharedValues, names_one_of, users_code
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.operators import ways
 from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
+from fold3d.trace.wrappers import is_users as is_users_hook
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _OF_16_BITS = 1e-3
@@ -100,11 +103,21 @@ def _count(labels: object, first: int) -> int:
 
 def why_gradients_differ(model: nn.Module) -> str:
     """Returns why gradients of parts do not add up although what they compute does; "" where nobody knows of that."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    counts = next((n for n, one in model.named_modules() if isinstance(one, kinds) and one.scale_grad_by_freq), None)
-    if counts is None:
-        return ""
-    return f"{counts} has scale_grad_by_freq, which counts how often a token comes in the whole micro-batch"
+    for name, one in model.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.scale_grad_by_freq:
+            return f"{name} has scale_grad_by_freq, which counts how often a token comes in the whole micro-batch"
+        if any(map(is_users_hook, (*one._backward_pre_hooks.values(), *one._backward_hooks.values()))):
+            return f"{name or 'the model'} has a backward hook, which would be given gradients of a part"
+    code = list(users_code(model))
+    functions = [one.__name__ for one in code if isinstance(one, type) and issubclass(one, Function)]
+    if functions:
+        return f"its code has a backward of its own ({functions[0]}), which may tell a part from the whole"
+    if names_one_of(_HOOKS, code):
+        return "its code has hooks of gradients (register_hook), which would be given those of a part"
+    return ""
+
+
+_HOOKS = frozenset(("register_hook", "register_multi_grad_hook"))
 
 
 logger = logging.getLogger(__name__)
@@ -198,6 +211,7 @@ class SubPipeline:
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self.reason = why_gradients_differ(model)
         """Why micro-batches stay whole; empty where they do not."""
+        self._hooks_ever = RemovableHandle.next_id
 
     def run(self, micro_batch: MicroBatch, received: Sequence[Tensor], *, again: bool = False) -> Result | None:
         """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole.
@@ -205,6 +219,9 @@ class SubPipeline:
         Args:
             again: it ran in parts before, and does so once more.
         """
+        if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
+            self._hooks_ever = RemovableHandle.next_id
+            self.reason = self.reason or why_gradients_differ(self._model)
         if not again and (self.reason or not micro_batch.trains):
             return None
         found = self._divided(micro_batch.loss.call)
@@ -235,9 +252,11 @@ class SubPipeline:
         is_new = found.form not in self._joined
         is_due = (not again and self._comparisons.note(found.form, found.whole)) or is_new
         expected = self._run_whole(micro_batch, received) if is_due else None
-        if self.reason or (is_new and not self._holds_of_other_weights(micro_batch, found, received)):
+        if self.reason:
             return None
         try:
+            if is_new and not self._holds_of_other_weights(micro_batch, found, received):
+                return None
             results, are_alike = self._run_parts(micro_batch, found.parts, received)
         except RedrawError as error:
             self._keep_whole(str(error))

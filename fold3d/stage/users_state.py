@@ -257,7 +257,19 @@ _UNSEEN = frozenset(
 
 def may_write_unseen(model: nn.Module) -> bool:
     """Returns whether code of the user's that the model's modules run, or hooks, has a way to write to tensors that
-    leaves their version as it is (`buffer.data.mul_(0.9)`): functions, methods, and what these use of the user's."""
+    leaves their version as it is (`buffer.data.mul_(0.9)`)."""
+    return names_one_of(_UNSEEN, users_code(model))
+
+
+def names_one_of(names: frozenset[str], code: Iterable[object]) -> bool:
+    """Whether a function of the user's among `code` has one of the names in it."""
+    functions = (one for one in code if isinstance(one, FunctionType) and is_users(one.__module__))
+    return any(not names.isdisjoint(_names_in(one.__code__, texts=True)) for one in functions)
+
+
+def users_code(model: nn.Module) -> Iterator[object]:
+    """Yields functions and classes that the model's modules run, with hooks, and what these use of the user's; other
+    objects on the way, too."""
     todo: deque[object] = deque()
     for module in model.modules():
         todo.extend((type(module), *users_hooks(module)))
@@ -268,6 +280,7 @@ def may_write_unseen(model: nn.Module) -> bool:
         if id(one) in seen or isinstance(one, (*_PLAIN, Tensor, nn.Module)):
             continue
         seen[id(one)] = one
+        yield one
         if isinstance(one, (staticmethod, classmethod, MethodType)):
             todo.extend((one.__func__, getattr(one, "__self__", None)))
         elif isinstance(one, (property, functools.partial)):
@@ -275,8 +288,6 @@ def may_write_unseen(model: nn.Module) -> bool:
         elif isinstance(one, FunctionType):
             todo.extend(Cells(one).values())
             names = set(_names_in(one.__code__, texts=True)) if is_users(one.__module__) else set()
-            if not names.isdisjoint(_UNSEEN):
-                return True
             todo.extend(one.__globals__[name] for name in names if name in one.__globals__)
         elif isinstance(one, type):
             todo.extend(value for kind in one.__mro__ if is_users(kind.__module__) for value in vars(kind).values())
@@ -286,7 +297,6 @@ def may_write_unseen(model: nn.Module) -> bool:
             todo.extend((type(one), *namespace_of(one).values.values()))
         elif hasattr(one, "__wrapped__"):
             todo.append(one.__wrapped__)
-    return False
 
 
 class SharedValues:

@@ -152,6 +152,90 @@ def test_gradients_that_count_are_refused() -> None:
         gradients(Counted(), {"x": torch.zeros(4, dtype=torch.long)}, micro_batch_size=2, loss_reduction="mean")
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / gradients[0].norm()
+
+
+class OwnBackward(Layers):
+    def forward(self, x: Tensor, scale: Tensor | None = None, **_: Any) -> Tensor:
+        return super().forward(Scaled.apply(x))  # type: ignore[no-untyped-call]
+
+
+class HooksTensors(Layers):
+    def forward(self, x: Tensor, scale: Tensor | None = None, **_: Any) -> Tensor:
+        x = self.layers[0](x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.norm())
+        return x.square().mean()
+
+
+def hooked(model: Layers, what: str) -> Layers:
+    if what == "module":
+        model.layers[1].register_full_backward_hook(lambda _, into, out: (into[0] / into[0].norm(),))
+    elif what == "weight":
+        model.layers[1].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (hooked(Layers(), "module"), "layers.1 has a backward hook"),
+        (hooked(Layers(), "weight"), "layers.1.weight has a hook of its gradient"),
+        (OwnBackward(), "its code has a backward of its own .Scaled."),
+        (HooksTensors(), "its code has hooks of gradients"),
+    ],
+    ids=["module", "weight", "function", "tensor"],
+)
+def test_what_changes_gradients_alone_is_refused(model: Layers, why: str) -> None:
+    """No value tells of it."""
+    with pytest.raises(Fold3dError, match=f"micro_batch_size=2: this model's .*{why}"):
+        gradients(model, {"x": torch.randn(4, WIDTH, dtype=torch.float64)}, micro_batch_size=2, loss_reduction="mean")
+
+
+class Labelled(Layers):
+    """Its loss is a mean over labels."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **_: Any) -> Tensor:  # type: ignore[override]
+        assert labels is not None
+        counts = labels != -100
+        return (super().forward(x) * 0 + (self.layers[0](x).square().sum(-1) * counts).sum()) / counts.sum().clamp(
+            min=1
+        )
+
+
+@pytest.mark.parametrize("said", ["mean", "tokens"])
+def test_what_was_said_is_compared_where_kinds_of_means_differ(said: str) -> None:
+    """Of a first micro-batch with as many labels in all parts every kind holds."""
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    even = {"x": x, "labels": torch.zeros(4, 3, dtype=torch.long)[:, 0]}
+    uneven = {"x": x, "labels": torch.tensor([0, 0, 0, -100])}
+    none = {"x": x, "labels": torch.full((4,), -100)}
+    config = ParallelConfig(blocks="layers", micro_batch_size=2, loss_reduction=said)
+    model = Labelled()
+    engine = Engine(model, config, optimizer=SGD)
+    try:
+        losses = [engine.run([even], lambda module, inputs: module(**inputs), reads_gradients=True)]
+        engine.optimizer.zero_grad()
+        if said == "mean":
+            with pytest.raises(Fold3dError, match="of which it should be the mean over samples"):
+                engine.run([uneven], lambda module, inputs: module(**inputs), reads_gradients=True)
+            return
+        for batch in (uneven, none):
+            losses.append(engine.run([batch], lambda module, inputs: module(**inputs), reads_gradients=True))
+            engine.optimizer.zero_grad()
+        wanted = [model(**batch).item() for batch in (even, uneven, none)]
+        assert [loss.item() for loss in losses] == pytest.approx(wanted)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("said", [None, "sum"])
 def test_what_is_not_known_is_refused(said: str | None) -> None:
     """A mean that says nothing of itself, and one that is said to be a sum."""

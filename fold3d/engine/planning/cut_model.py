@@ -270,7 +270,8 @@ def _decide(order: BuildRequest, world: WorldGroup, found: _Recorded) -> tuple[_
         if begun is not None and number_of != config.micro_batches:  # with the whole of what runs in parts
             begun.let_go()
             begun = None
-        config = replace(config, micro_batch_size=size, micro_batches=number_of)
+        reduction = None if size is None else config.loss_reduction
+        config = replace(config, micro_batch_size=size, micro_batches=number_of, loss_reduction=reduction)
     forecast = None if proposed is None or sharding is None else forecast_of(*proposed)
     if config.strategy is not None:
         with all_or_none(world):
