@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.serialization import skip_data
+from torch.utils._pytree import tree_leaves
 
 from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.regions import Box, Entry, regions_of, regions_of_piece
@@ -69,6 +70,7 @@ class OptimizerLayout:
                 )
             groups.append(tuple(names[id(p)] for p in group["params"]))
             old = {names[id(p)]: p for p in group["params"]}
+            group.update(_of_parameters(group, [name in owned for name in groups[-1]]))
             group["params"] = [owned[name] for name in groups[-1] if name in owned]
             for name, parameter in old.items():
                 state = optimizer.state.pop(parameter, None)
@@ -98,7 +100,13 @@ class OptimizerLayout:
             pieces: of which its replica alone keeps the state.
         Raises: CheckpointError for a state that cannot be put together.
         """
-        state = optimizer.state_dict()["state"]
+        content = optimizer.state_dict()
+        if more := content.keys() - {"state", "param_groups"}:
+            raise ConfigError(
+                f"the state_dict of {type(optimizer).__name__} has {sorted(more)} beside 'state' and 'param_groups', "
+                "which fold3d would not save: keep it in a group (param_groups) or in the state of parameters"
+            )
+        state = content["state"]
         everywhere: list[Box[StateKey]] = []
         own: list[Box[StateKey]] = []
         rest: dict[str, dict[str, Any]] = {}
@@ -107,6 +115,8 @@ class OptimizerLayout:
             numbers = rest.setdefault(name, {})
             for key, value in values.items():
                 if not isinstance(value, Tensor):
+                    if parts.shard_of(name) is not None:
+                        _refuse_tensors(name, key, value, "tp=1")
                     numbers[key] = value
                     continue
                 shard = shard_of_state(name, key, value, owned[name].shape, parts)
@@ -119,6 +129,8 @@ class OptimizerLayout:
         for piece, values in pieces:
             if piece.name not in primary:
                 continue
+            for key, value in values.items():
+                _refuse_tensors(piece.name, key, value, 'dp_sync="early"')
             split = {key: value for key, value in values.items() if is_split(value, piece)}
             shard = parts.shard_of(piece.name)
             for key, value in split.items():
@@ -179,12 +191,28 @@ class OptimizerLayout:
             }
             numbers = {name: number for number, name in enumerate(self.local(owned))}
             mine = [
-                {**group, "params": [numbers[name] for name in names if name in owned]}
+                group
+                | _of_parameters(group, [name in owned for name in names])
+                | {"params": [numbers[name] for name in names if name in owned]}
                 for names, group in zip(self.groups, groups, strict=True)
             ]
             optimizer.load_state_dict({"state": {numbers[n]: one for n, one in own.items()}, "param_groups": mine})
             if keep is not None:
                 keep.load_held(read)
+
+
+def _of_parameters(group: Mapping[str, Any], keeps: Sequence[bool]) -> dict[str, Any]:
+    """Returns the lists of a group that have an entry for each parameter ("param_names"), with some of them."""
+    lists = {key: value for key, value in group.items() if isinstance(value, list) and len(value) == len(keeps)}
+    return {key: list(itertools.compress(value, keeps)) for key, value in lists.items() if key != "params"}
+
+
+def _refuse_tensors(name: str, key: str, value: Any, instead: str) -> None:
+    if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        raise ConfigError(
+            f"the optimizer keeps tensors of {name} in a {type(value).__name__} ({key!r}), of which ranks would have "
+            f"parts that nobody puts together: keep each under a name of its own, or set {instead}"
+        )
 
 
 def _read(file: TorchFile, piece: Piece, key: str, value: Any, parts: Parts) -> tuple[Any, bool]:
@@ -251,16 +279,29 @@ class OptimizerFiles:
                 state[index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
         start, groups = 0, []
         for names, group in zip(self._layout.groups, self._groups, strict=True):
-            groups.append({**group, "params": list(range(start, start + len(names)))})
+            more = {"param_names": list(names)} if "param_names" in group else {}
+            groups.append({**group, **more, "params": list(range(start, start + len(names)))})
             start += len(names)
+        content = {"state": dict(sorted(state.items())), "param_groups": groups}
         with skip_data(materialize_fake_tensors=True):
-            torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, self.folder / FILE)
+            torch.save(content, self.folder / FILE)
         file = TorchFile(self.folder / FILE)
+        self._write_others(content, file)
         made = file.content["state"]
         return {
             (name, key): Location(FILE, file.place(made[index[name]][key]) if entry.bytes else 0)
             for (name, key), entry in entries.items()
         }
+
+    def _write_others(self, content: Any, file: TorchFile) -> None:
+        """Writes the tensors that nobody else does: in groups, such as a learning rate, and in containers."""
+        with open(self.folder / FILE, "r+b") as written:
+            for mine, its in zip(tree_leaves(content), tree_leaves(file.content), strict=True):
+                if isinstance(mine, Tensor) and not isinstance(mine, FakeTensor) and mine.numel():
+                    data = torch.empty_strided(its.shape, its.stride(), dtype=its.dtype).copy_(mine.detach())
+                    flat = data.as_strided((data.untyped_storage().nbytes() // data.element_size(),), (1,))
+                    written.seek(file.place(its))
+                    written.write(flat.view(torch.uint8).numpy().tobytes())
 
     def finish(self) -> None:
         """It has its name: the folder has none yet."""

@@ -94,6 +94,40 @@ def test_parts_write_what_the_whole_optimizer_would(tmp_path: Path, kind: str) -
     assert equal(torch.load(tmp_path / "optimizer.pt", weights_only=True), whole.state_dict())
 
 
+def test_tensors_that_lie_elsewhere_are_written(tmp_path: Path) -> None:
+    """A learning rate in a group, and what is kept in lists, were zeros in the file."""
+    module = model()
+    names = {id(p): name for name, p in module.named_parameters()}
+    whole = torch.optim.SGD(module.named_parameters(), lr=torch.tensor(1e-2), momentum=0.9)
+    step(module, whole)
+    for number, parameter in enumerate(module.parameters()):
+        whole.state[parameter]["last"] = [torch.full((2, 3), number + 0.5), torch.arange(3).bfloat16()[1:]]
+    expected = whole.state_dict()
+    owned = dict(module.named_parameters())
+    write(tmp_path / "optimizer.pt", [(OptimizerLayout.restrict(whole, names, owned), whole, owned)])
+    assert equal(torch.load(tmp_path / "optimizer.pt", weights_only=True), expected)
+
+
+def test_lists_of_parameters_are_cut_with_them() -> None:
+    module = model()
+    owned = {name: p for name, p in module.named_parameters() if name.startswith("1")}
+    cut = torch.optim.SGD(module.named_parameters(), lr=0.1)
+    OptimizerLayout.restrict(cut, {id(p): name for name, p in module.named_parameters()}, owned)
+    assert cut.param_groups[0]["param_names"] == list(owned)
+
+
+def test_what_would_not_be_saved_is_refused() -> None:
+    class Counting(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return {**super().state_dict(), "count": 3}
+
+    module = model()
+    owned = dict(module.named_parameters())
+    layout = OptimizerLayout.restrict(Counting(owned.values(), lr=0.1), {id(p): n for n, p in owned.items()}, owned)
+    with pytest.raises(ConfigError, match=r"state_dict of Counting has \['count'\] beside"):
+        layout.state_regions(Counting(owned.values(), lr=0.1), owned, set(owned), Parts.whole())
+
+
 def test_layout_has_the_order_of_the_groups() -> None:
     layout = shares("adamw")[2][1][0]
     assert layout.groups == (("0.weight", "1.weight"), ("0.bias", "1.bias"))

@@ -161,6 +161,21 @@ def test_an_optimizer_that_looks_at_whole_matrices_may_not_be_cut() -> None:
     check_separable(make("adamw", model()), parts=False, tp=2)
 
 
+class Lookahead(torch.optim.SGD):
+    """Has another optimizer step its parameters."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.AdamW(parameters)
+
+
+def test_an_optimizer_that_wraps_another_may_not_be_cut() -> None:
+    parameters = [Parameter(torch.ones(2, 2))]
+    for where in ({"parts": True}, {"parts": False, "on_host": True}):
+        with pytest.raises(ConfigError, match=r"Lookahead has another optimizer do it .'inner'."):
+            check_separable(Lookahead(parameters), **where)
+
+
 def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
     groups = [{"params": [Parameter(torch.ones(2))]}, {"params": [Parameter(torch.ones(2))], "coupled": True}]
     check_separable(Coupled(groups[:1], lr=0.1), parts=True)

@@ -9,6 +9,8 @@ from typing import Any, Protocol, cast
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fold3d.errors import ConfigError
+
 
 class KeepsState(Protocol):
     """Who keeps a part of the optimizer's state."""
@@ -48,10 +50,15 @@ class OptimizerHooks:
             if callable(switch := getattr(optimizer, name, None)):
                 setattr(optimizer, name, _after(flush, switch))
                 self._switches.append(name)
+
+        def first(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            _refuse_closure(args, named)
+            before()
+
         self._before = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._after = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
         own = (
-            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_pre_hook(first),
             optimizer.register_step_post_hook(lambda *_: after()),
         )
         self._handles += own
@@ -73,6 +80,14 @@ class OptimizerHooks:
     def others_after(self) -> bool:
         """Whether the user has hooks after the step, which may read weights, too."""
         return len(self._after) > 1 or bool(_global_optimizer_post_hooks)
+
+
+def _refuse_closure(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if any(callable(one) for one in (*args[1:], *named.values())):
+        raise ConfigError(
+            "optimizer.step(closure): gradients are summed and taken before the optimizer's own step begins, and the "
+            "closure would compute others behind that; call it first, and then optimizer.step() without one"
+        )
 
 
 def _after(flush: Callable[[], None], switch: Callable[[], Any]) -> Callable[[], Any]:

@@ -63,6 +63,15 @@ def _check_separable(
     optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool, tp: int, on_host: bool
 ) -> int:
     why, instead = (f"tp={tp}", "set tp=1") if tp > 1 else ('dp_sync="zero1"', 'set dp_sync="early"')
+    held = next(
+        (name for name, one in vars(optimizer).items() if any(isinstance(o, Optimizer) for o in _each(one))), ""
+    )
+    if held and (parts or on_host):
+        where = "offload_optimizer=True" if on_host else 'dp_sync="zero1"'
+        raise ConfigError(
+            f"{where} steps parts of parameters, but {name} has another optimizer do it ({held!r}), which knows the "
+            f"whole ones only: {'set offload_optimizer=False' if on_host else instead}"
+        )
     state_bytes = 0
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
@@ -114,6 +123,10 @@ def _check_separable(
                 f"does not work element by element; {instead}"
             )
     return state_bytes
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 _Sample = tuple[Tensor, ...]
