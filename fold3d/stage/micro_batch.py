@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
     keeps = getattr(function, "keeps", None) or (function,)
     is_users = getattr(function, "calls_users_code", not is_ours(own))
     return LossRun(
-        lambda: function(model, dict(inputs)),
+        lambda: function(model, copy.copy(inputs)),  # of its class: a BatchEncoding has attributes
         only_loss=getattr(function, "reads_only_loss", False),
         is_users=is_users,
         keeps=keeps,

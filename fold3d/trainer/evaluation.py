@@ -159,6 +159,11 @@ def _share_generators(engine: Engine) -> None:
         on_device.set_rng_state(states[1], engine.device)
 
 
+def _prepared(inputs: dict[str, Any]) -> dict[str, Any]:
+    """`_prepare_inputs`, of a batch that has been prepared."""
+    return inputs
+
+
 class EvaluatingTrainer(CheckpointingTrainer):
     """The evaluating half of `fold3d.Trainer`: batches go through all chunks, results reach every rank."""
 
@@ -186,10 +191,12 @@ class EvaluatingTrainer(CheckpointingTrainer):
         predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
         predict.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
+        vars(self)["_prepare_inputs"] = _prepared  # the stock method would do it once more
         try:
             with self._watching_loss():
                 loss, logits, labels = self.engine.forward(inputs, predict)
         finally:
+            del self._prepare_inputs
             self._label_count = None
         return loss, logits, labels
 

@@ -246,7 +246,11 @@ class MeasuringTrainer(EvaluatingTrainer):
         self._throughput.start(self.engine.setup_seconds)
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         name = getattr(self.model, "main_input_name", "input_ids")
-        inputs = [batch[name] for batch in samples if name in batch and not batch[name].is_floating_point()]
+        inputs = [
+            batch[name]
+            for batch in samples
+            if isinstance(batch.get(name), Tensor) and not batch[name].is_floating_point()
+        ]
         self._throughput.count(sum(tokens.numel() for tokens in inputs))
         if self._flops_per_token is None and inputs:
             batch = next(batch for batch in samples if name in batch)

@@ -257,14 +257,17 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _save_converted(self, output_dir: str) -> None:
         """Saves a model whose files hold other tensors than its memory (split experts); rank 0 needs all of them."""
-        super()._save(output_dir, state_dict=self._on_rank_0(saved_names(self.model)))
+        tensors = self._on_rank_0(saved_names(self.model))
+        with _as_it_was(self.model):
+            super()._save(output_dir, state_dict=tensors)
 
     def _save_adapters(self, folder: Path) -> None:
         """Saves the adapters of a PeftModel; rank 0 has all of them for a moment, they are small."""
         names = {name for file in self._adapter_files().values() for name in file.values()}
         tensors = self._on_rank_0({name: saved for name, saved in saved_names(self.model).items() if saved in names})
         aliases = {alias: group[0] for group in tied_groups(self.model) for alias in group if group[0] in names}
-        super()._save(str(folder), state_dict=tensors | {a: tensors[n] for a, n in aliases.items() if n in tensors})
+        with _as_it_was(self.model):
+            super()._save(str(folder), state_dict=tensors | {a: tensors[n] for a, n in aliases.items() if n in tensors})
 
     def _adapter_files(self) -> AdapterFiles:
         """Returns what rank 0 finds; every rank calls."""
@@ -281,6 +284,12 @@ class CheckpointingTrainer(transformers.Trainer):
         common with other replicas, and what it alone has."""
         owned, parts, buffers = self.engine.owned, self.engine.parts, self.engine.buffers
         primary = self.engine.primary
+        for name, module in self.model.named_modules():
+            if type(module).get_extra_state is not Module.get_extra_state:
+                raise ConfigError(
+                    f"{name or 'the model'} ({type(module).__name__}) keeps a state of its own for checkpoints "
+                    "(get_extra_state), which fold3d neither saves nor loads: keep it in a buffer"
+                )
         weights = [
             region
             for name, saved in names.items()
@@ -298,7 +307,7 @@ class CheckpointingTrainer(transformers.Trainer):
         return weights, mine
 
     def _save_all_but_weights(self, folder: Path) -> None:
-        with _no_progress_bar():  # of the stock code, which is given no weights to write
+        with _no_progress_bar(), _as_it_was(self.model):  # of the stock code, which is given no weights to write
             super()._save(str(folder), state_dict={})
 
     def _keep_all_but_weights(self, folder: Path) -> None:
@@ -596,15 +605,18 @@ class CheckpointingTrainer(transformers.Trainer):
         if self.args.world_size > 1:
             wanted = f"rng_state_{self.args.process_index}.pth"
         saved = sorted(path.name for path in Path(checkpoint).glob("rng_state*.pth"))
-        same_world = len(saved) == self.args.world_size and wanted in saved
-        if same_world or not saved:
+        # A replica's ranks draw the same numbers, as its first one did, whatever the mesh was. Of another number of
+        # processes rank 0's will do for everyone.
+        topology = self.engine.topology
+        first = f"rng_state_{topology.dp_rank * (self.args.world_size // topology.dp)}.pth"
+        source = first if len(saved) == self.args.world_size and first in saved else next(iter(saved), wanted)
+        if source == wanted:
             with reading(Path(checkpoint) / wanted):
                 super()._load_rng_state(checkpoint)
             return
-        # Written by another number of processes. All of them draw the same numbers, rank 0's will do for everyone.
         with tempfile.TemporaryDirectory() as private:
-            shutil.copy(Path(checkpoint) / saved[0], Path(private) / wanted)
-            with reading(Path(checkpoint) / saved[0]):
+            shutil.copy(Path(checkpoint) / source, Path(private) / wanted)
+            with reading(Path(checkpoint) / source):
                 super()._load_rng_state(private)
 
     # Parts
@@ -654,6 +666,20 @@ class CheckpointingTrainer(transformers.Trainer):
                 "save_only_model=True"
             )
         return optimizer
+
+
+@contextmanager
+def _as_it_was(model: Module) -> Iterator[None]:
+    """What the stock code notes in the model's configuration when it saves (architectures, dtype), which it does on
+    one process only, is gone behind the body: processes would call the model in another form."""
+    found = (getattr(model, name, None) for name in ("config", "generation_config"))
+    before = [(one, dict(vars(one))) for one in found if hasattr(one, "__dict__")]
+    try:
+        yield
+    finally:
+        for one, held in before:
+            vars(one).clear()
+            vars(one).update(held)
 
 
 @contextmanager

@@ -370,7 +370,16 @@ class Trainer(SearchingTrainer):
             dataset = next(iter(dataset.values()), None)
         if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             return self._synthetic_example() if stock else None
-        collate = self._get_collator_with_removed_columns(copy.deepcopy(self.data_collator))
+        try:
+            collator = copy.deepcopy(self.data_collator)
+        except Exception as error:  # whatever a collator keeps: a lock, an open file
+            if stock:
+                return self._synthetic_example()
+            raise ConfigError(
+                "the model is needed before training has drawn a batch, which a copy of the data collator is to make, "
+                f"and that cannot be copied ({type(error).__name__}: {error}): call train() or evaluate() first"
+            ) from error
+        collate = self._get_collator_with_removed_columns(collator)
         with all_rng_untouched(torch.device("cpu")):
             batch = collate([dataset[i] for i in range(min(len(dataset), self.args.train_batch_size))])
         taken = inspect.signature(self.model.forward).parameters
@@ -540,7 +549,8 @@ class Trainer(SearchingTrainer):
     def _share_of_loss(self, model: Module, inputs: dict[str, Any], num_items_in_batch: Any, steps: int) -> Tensor:
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        assert isinstance(loss, Tensor)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"compute_loss returned a {type(loss).__name__}; it must return a tensor, the loss")
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None

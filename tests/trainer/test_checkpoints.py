@@ -26,6 +26,7 @@ from tests.trainer.jobs import (
     Outcome,
     Variant,
     assert_same,
+    collate,
     error_of,
     run_fold3d,
     run_stock,
@@ -37,6 +38,42 @@ FOLDED = {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "zero1", "bucket_bytes": 1
 """Each replica has half of the optimizer's state."""
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 4}
 STEP = "checkpoint-3"
+
+
+class Masks(Variant):
+    """Draws in the collator, as for masked language modelling."""
+
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"data_collator": masked}
+
+
+def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = collate(samples)
+    chosen = torch.rand(batch["input_ids"].shape) < 0.3
+    return batch | {"input_ids": batch["input_ids"].masked_fill(chosen, 3)}
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_a_replica_s_ranks_draw_alike_on_another_mesh(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Of as many processes: each took the numbers of its own file, and a replica's ranks had other batches."""
+    few = SAVING | {"save_steps": 2, "max_steps": 4, "optim": "sgd"}
+    first = Job(str(tmp_path / "first"), layers=2, samples=32, variant=Masks(), arguments=few)
+    ranks.run(run_fold3d, 2, replace(first, arguments=few | {"gradient_accumulation_steps": 2}), {"dp": 2})
+    later = replace(first, folder=str(tmp_path / "later"), resume=f"{first.folder}/checkpoint-2")
+    ours = ranks.run(run_fold3d, 2, later, layout)[0]
+    assert_same(ours, ranks.run(run_fold3d, 1, later, {})[0], 1e-10)
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("way", ["sub", "none"])
+def test_training_goes_on_behind_a_save(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    """transformers notes things in the configuration when it saves, on process 0 only, by which processes took the
+    next micro-batch for one of another form, and exchanged other things."""
+    few = SAVING | {"save_steps": 2, "max_steps": 4, "optim": "sgd"}
+    job = Job(str(tmp_path), layers=2, arguments=few)
+    ours = ranks.run(run_fold3d, 2, job, {"tp": 2, "tp_overlap": way})[0]
+    assert_same(ours, run_stock(replace(job, folder=str(tmp_path / "stock"))), 1e-10)
 
 
 @pytest.fixture(scope="module")

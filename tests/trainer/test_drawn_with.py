@@ -66,6 +66,24 @@ def test_on_the_model(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -
         assert_same(ours, run_stock(job), 1e-10)
 
 
+class Shifting(Variant):
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def _prepare_inputs(self, inputs: Any) -> Any:
+                inputs = super()._prepare_inputs(inputs)
+                return inputs | {"input_ids": (inputs["input_ids"] + 1) % models.VOCABULARY}
+
+        return Trainer
+
+
+@pytest.mark.gate
+def test_batches_are_prepared_once(ranks: RankPool, tmp_path: Path) -> None:
+    """In an evaluation they were prepared twice."""
+    job = Job(str(tmp_path), layers=2, variant=Shifting())
+    (ours,) = ranks.run(run_fold3d, 1, job, {})
+    assert_same(ours, run_stock(job), 1e-10)
+
+
 class Freezing(Setting):
     def trainer(self, base: type[Any]) -> type[Any]:
         class Trainer(base):  # type: ignore[misc]
