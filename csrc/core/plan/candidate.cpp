@@ -100,7 +100,7 @@ SyncKind kind_of(const Modes& modes) {
   return seen[1] ? SyncKind::kZero1 : seen[2] ? SyncKind::kSerial : SyncKind::kEarly;
 }
 
-std::int64_t Candidate::memory() const {
+std::int64_t most_bytes(const std::vector<StagePeak>& peaks) {
   std::int64_t most = 0;
   for (const StagePeak& peak : peaks) most = std::max(most, peak.bytes);
   return most;

@@ -46,6 +46,9 @@ struct StagePeak {
   std::int64_t host = 0;   ///< in host memory all the time, beside the pool
 };
 
+/// Bytes of the fullest rank.
+std::int64_t most_bytes(const std::vector<StagePeak>& peaks);
+
 /// A plan, and what the simulator and the memory model say of it.
 struct Candidate {
   std::shared_ptr<const Layout> layout;
@@ -57,8 +60,7 @@ struct Candidate {
   GatherOrder gather_order;
 
   int segments(int pp) const { return layout->chunks() / pp; }
-  /// Bytes of the fullest rank.
-  std::int64_t memory() const;
+  std::int64_t memory() const { return most_bytes(peaks); }
 };
 
 Modes uniform_modes(const PlanJob& job, const Layout& layout, Way way);

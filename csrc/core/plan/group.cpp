@@ -423,6 +423,12 @@ void Group::spare_like(const Candidate& like, std::int64_t cutoff_ns, std::int64
     }
     if (!copies && segments_ > 1 && !ladder.steps.empty()) search([&] { return thin(ladder, judge); });
   }
+  if (found.empty() && fastest() == nullptr) {  // what needs least is told where nothing fits
+    const auto needs = [&](const Ladder& ladder) { return most_bytes(look_at(ladder.highest()).peaks); };
+    const auto least =
+        std::min_element(all.begin(), all.end(), [&](const Ladder& a, const Ladder& b) { return needs(a) < needs(b); });
+    if (least != all.end()) tried(spared_like(like, least->highest()), like.modes, like.early_gathers);
+  }
   std::stable_sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.step_ns < b.step_ns; });
   for (const Found& one : found) {
     if (job_.flush && cannot(one.step_ns, kWorthSparing)) break;
