@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ from fold3d.errors import ConfigError
 from fold3d.recompute import Recompute
 from fold3d.stage.recompute import check_names
 from fold3d.trace.compound import is_compound
+from fold3d.weights.release import is_released
 
 
 def check_arguments(
@@ -106,6 +108,23 @@ def refuse_wrapped(model: Module) -> None:
             raise ConfigError(
                 f"the model is spread over processes already: {what} is a {type(module).__name__}. fold3d does that "
                 "itself; give it the plain model, and set dp, tp and pp"
+            )
+
+
+def refuse_two_in_one(model: Module) -> None:
+    """Raises ConfigError for two parameters in one memory: put elsewhere, or stepped in parts, they would be two."""
+    first_at: dict[tuple[int, int], str] = {}
+    for name, parameter in model.named_parameters():
+        if is_released(parameter) or is_compound(parameter):
+            continue
+        value = parameter.data
+        if value.is_meta or value.layout != torch.strided or not value.nbytes:
+            continue
+        first = first_at.setdefault((value.data_ptr(), value.nbytes), name)
+        if first != name:
+            raise ConfigError(
+                f"{first} and {name} are two parameters in the same memory (one's .data was given to the other). Tie "
+                f"them as one parameter: set the module's attribute to the other one itself"
             )
 
 

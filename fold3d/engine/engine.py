@@ -25,7 +25,13 @@ from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
 from fold3d.data_parallel.optimizer.parameter_state import cut_state
 from fold3d.device import all_rng_untouched, default_device, make_current
 from fold3d.engine import loss, state
-from fold3d.engine.arguments import check_arguments, check_batches, check_compiled, check_model
+from fold3d.engine.arguments import (
+    check_arguments,
+    check_batches,
+    check_compiled,
+    check_model,
+    refuse_two_in_one,
+)
 from fold3d.engine.builder import connect
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.loss_scaler import LossScaler
@@ -141,6 +147,8 @@ class Engine(state.WholeState):
             style=schedules.style_of(config.schedule),
             segments=constraints.segments,
         )
+        if world > 1 or constraints.segments != 1:
+            refuse_two_in_one(model)
         if constraints.segments is not None and config.micro_batch_size is None:  # a bad schedule ends here
             programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())

@@ -223,6 +223,9 @@ class CheckpointingTrainer(transformers.Trainer):
         if state_dict is not None:
             super()._save(str(folder), state_dict=state_dict)
             return
+        if self.model is not self.engine.model:
+            self._save_another(folder)
+            return
         if has_adapters(self.model):
             self._save_adapters(folder)
             return
@@ -236,6 +239,20 @@ class CheckpointingTrainer(transformers.Trainer):
         with self._delivering(folder) as delivery:
             files = WeightsFiles(folder, prepare=lambda: self._save_all_but_weights(folder))
             delivery.to_files(everywhere, None, files, own)
+
+    def _save_another(self, folder: Path) -> None:
+        """Saves what the user has set as the Trainer's model since it trained, such as merged adapters, on process 0.
+
+        Raises: ConfigError where other processes have some of its weights.
+        """
+        missing = next((name for name, one in self.model.named_parameters() if one.is_meta or is_released(one)), None)
+        if missing is not None or self.engine.config.tp > 1:
+            raise ConfigError(
+                "trainer.model is another model than was trained, and processes have parts of "
+                f"{missing or 'its weights'}: save the trained one, load it in one process, and change it there"
+            )
+        if self.args.should_save:
+            super()._save(str(folder), state_dict=self.model.state_dict())
 
     def _save_as_the_user_does(self, output_dir: str) -> None:
         """Calls an overridden `_save` where the stock Trainer would, on rank 0, with the whole state_dict, which its

@@ -28,6 +28,7 @@ from tests.trainer.jobs import (
     assert_same,
     collate,
     error_of,
+    model_of,
     run_fold3d,
     run_stock,
     stock_arguments,
@@ -38,6 +39,27 @@ FOLDED = {"dp": 2, "pp": 2, "segments": 2, "dp_sync": "zero1", "bucket_bytes": 1
 """Each replica has half of the optimizer's state."""
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 4}
 STEP = "checkpoint-3"
+
+
+class Another(Variant):
+    """Sets another model when training is over, as scripts do that merge adapters, and saves it."""
+
+    def after(self, trainer: Any) -> Any:
+        trainer.model = model_of(Job(""))
+        trainer.save_model(f"{trainer.args.output_dir}/another")
+        dist.barrier() if dist.is_initialized() else None
+        saved = load_file(f"{trainer.args.output_dir}/another/model.safetensors")
+        own = trainer.model.state_dict()
+        trainer.model = trainer.engine.model
+        return {name: torch.equal(value, own[name]) for name, value in saved.items()}
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("layout", [{"dp": 2, "dp_sync": "zero1"}, {}], ids=str)
+def test_another_model_is_saved_as_it_is(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """The file was empty, or had the trained model's weights."""
+    for found in ranks.run(run_fold3d, layout.get("dp", 1), Job(str(tmp_path), variant=Another()), layout):
+        assert len(found.extra) > 20 and all(found.extra.values())
 
 
 class Masks(Variant):

@@ -145,6 +145,14 @@ def test_wrapped_models_are_refused(wrapper: str, inside: bool) -> None:
         fold3d.Engine(given, fold3d.ParallelConfig())
 
 
+def test_two_parameters_in_one_memory() -> None:
+    """Where the model is cut, or replicas step parts of it, they became two without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are two parameters in the same memory"):
+        fold3d.Engine(model, fold3d.ParallelConfig(segments=2))
+
+
 def test_several_gpus_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ConfigError, match="start one process per GPU"):
