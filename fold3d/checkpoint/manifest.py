@@ -91,7 +91,11 @@ def _in_weights(folder: Path) -> str | None:
     """The weights may have been divided into other files since: an index and the files themselves say what counts."""
     weights = {path.name for path in folder.glob(_WEIGHTS)}
     if (folder / _INDEX).is_file():
-        missing = sorted(set(_load(folder / _INDEX)["weight_map"].values()) - weights)
+        index = _load(folder / _INDEX)
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict):
+            return f"{_INDEX} has no weight_map"
+        missing = sorted(set(files.values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"
     return None if weights or any(folder.rglob(ADAPTER_FILE)) else f"it holds no {_WEIGHTS}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +18,7 @@ from fold3d.errors import ConfigError
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.replay import ModelValues, uniform_weights_filled
-from fold3d.stage.sub_pipeline import Comparisons, SubMicroBatch, sub_micro_batches, tolerance, why_gradients_differ
+from fold3d.stage.sub_pipeline import Comparisons, GradientsOfParts, SubMicroBatch, sub_micro_batches, tolerance
 from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.trace.arguments import Form, form_of
 from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
@@ -100,8 +99,9 @@ class Division:
         self._reduction, self._in_16_bits = reduction, in_16_bits
         self._comparisons = Comparisons(model)
         self._foresees = foresees
-        self._told = set[tuple[Form, str]]()
-        """Of which a comparison has told one kind of mean from the others."""
+        self._gradients = GradientsOfParts(model)
+        self._told: dict[Form, float] = {}
+        """How unevenly labels were spread, at most, where parts were compared."""
         self.may_divide = False
         """Whether another size may be set; of one that foresees that, after the first step."""
 
@@ -133,10 +133,10 @@ class Division:
                 continue
             kind = self._kind(function)
             one, other = self._pair(kind, parts)
-            tells = (form_of(whole.inputs), kind) not in self._told and self._tells(one, other)
-            if tells:
-                self._told.add((form_of(whole.inputs), kind))
-            if self._comparisons.note(form_of(whole.inputs), whole.inputs) or tells:
+            form, uneven = form_of(whole.inputs), _uneven(one, other)
+            tells = uneven > 2 * self._told.get(form, _TELLING)
+            if self._comparisons.note(form, whole.inputs) or tells:
+                self._told[form] = max(uneven, self._told.get(form, _TELLING))
                 flush()
                 self._compare(kind, whole, function, one, other)
             weights = self._weights(parts, kind)
@@ -173,7 +173,7 @@ class Division:
         return True
 
     def _kind(self, function: LossFunction) -> str:
-        if why := why_gradients_differ(self._model) or _hooked_weight(self._model):
+        if why := self._gradients.why_not() or _hooked_weight(self._model):
             self._refuse(why)
         if self._reduction is not None:
             return self._reduction
@@ -188,15 +188,11 @@ class Division:
     def _pair(self, kind: str, parts: Sequence[SubMicroBatch]) -> tuple[SubMicroBatch, SubMicroBatch]:
         """Returns the neighbours whose losses count most differently, by any kind of mean if not by this one."""
 
-        def differ(pair: tuple[SubMicroBatch, SubMicroBatch]) -> tuple[float, bool]:
+        def differ(pair: tuple[SubMicroBatch, SubMicroBatch]) -> tuple[float, float]:
             one, other = self._weights(pair, kind)
-            return abs(one - other), self._tells(*pair)
+            return abs(one - other), _uneven(*pair)
 
         return max(itertools.pairwise(parts), key=differ)
-
-    def _tells(self, one: SubMicroBatch, other: SubMicroBatch) -> bool:
-        """Whether two parts tell a mean over labels from one over samples, whichever label is the first."""
-        return all(abs(operator.sub(*weights_of((one, other), "tokens", first=first))) > _TELLING for first in (0, 1))
 
     def _part(self, whole: MicroBatch, function: LossFunction, part: SubMicroBatch, weight: float = 1.0) -> MicroBatch:
         loss = loss_run(function, self._model, part.inputs, weight)
@@ -280,6 +276,12 @@ class Division:
         ]
 
 
+def _uneven(one: SubMicroBatch, other: SubMicroBatch) -> float:
+    """Returns by how much the shares of two parts differ in a mean over labels, whichever label is the first."""
+    shares = (weights_of((one, other), "tokens", first=first) for first in (0, 1))
+    return min(abs(mine - its) for mine, its in shares)
+
+
 def _hooked_weight(model: Module) -> str:
     """Returns that a weight has a hook of the user's, which would be given gradients of parts; "" where none has."""
     for name, one in model.named_parameters():
@@ -289,7 +291,7 @@ def _hooked_weight(model: Module) -> str:
     return ""
 
 
-_TELLING = 0.02
-"""By how much shares of two parts differ that tell a mean over labels from another."""
+_TELLING = 5e-4
+"""Half of how unevenly labels must be spread over two parts to tell a mean over labels from another."""
 _MADE_OF = {"sum": "the sum", "mean": "the mean over samples", "tokens": "the mean over labels that are not -100"}
 """By `loss_reduction`."""

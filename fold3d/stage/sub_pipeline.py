@@ -101,13 +101,35 @@ def _count(labels: object, first: int) -> int:
     return int((labels[..., first:] if first else labels).ne(IGNORED).sum())
 
 
-def why_gradients_differ(model: nn.Module) -> str:
-    """Returns why gradients of parts do not add up although what they compute does; "" where nobody knows of that."""
+class GradientsOfParts:
+    """Why gradients of parts may not add up although what a model computes does, as far as one can know of that.
+
+    Of a model; what its code has in it is looked for once, hooks again when any have been registered since.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks_ever: int | None = None
+        self._hooked, self._code = "", _why_of_code(model)
+
+    def why_not(self) -> str:
+        """Returns the reason; "" where nobody knows of one."""
+        if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
+            self._hooks_ever, self._hooked = RemovableHandle.next_id, _why_of_hooks(self._model)
+        return self._code or self._hooked
+
+
+def _why_of_hooks(model: nn.Module) -> str:
+    for name, one in model.named_modules():
+        if any(map(is_users_hook, (*one._backward_pre_hooks.values(), *one._backward_hooks.values()))):
+            return f"{name or 'the model'} has a backward hook, which would be given gradients of a part"
+    return ""
+
+
+def _why_of_code(model: nn.Module) -> str:
     for name, one in model.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.scale_grad_by_freq:
             return f"{name} has scale_grad_by_freq, which counts how often a token comes in the whole micro-batch"
-        if any(map(is_users_hook, (*one._backward_pre_hooks.values(), *one._backward_hooks.values()))):
-            return f"{name or 'the model'} has a backward hook, which would be given gradients of a part"
     code = list(users_code(model))
     functions = [one.__name__ for one in code if isinstance(one, type) and issubclass(one, Function)]
     if functions:
@@ -209,9 +231,9 @@ class SubPipeline:
         self._draws = True
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-        self.reason = why_gradients_differ(model)
+        self._gradients = GradientsOfParts(model)
+        self.reason = ""
         """Why micro-batches stay whole; empty where they do not."""
-        self._hooks_ever = RemovableHandle.next_id
 
     def run(self, micro_batch: MicroBatch, received: Sequence[Tensor], *, again: bool = False) -> Result | None:
         """Returns what the whole micro-batch would give, for one backward over it; None where it has to run whole.
@@ -219,9 +241,8 @@ class SubPipeline:
         Args:
             again: it ran in parts before, and does so once more.
         """
-        if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
-            self._hooks_ever = RemovableHandle.next_id
-            self.reason = self.reason or why_gradients_differ(self._model)
+        if not again and not self.reason and (reason := self._gradients.why_not()):
+            self._keep_whole(reason)
         if not again and (self.reason or not micro_batch.trains):
             return None
         found = self._divided(micro_batch.loss.call)

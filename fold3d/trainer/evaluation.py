@@ -159,9 +159,19 @@ def _share_generators(engine: Engine) -> None:
         on_device.set_rng_state(states[1], engine.device)
 
 
-def _prepared(inputs: dict[str, Any]) -> dict[str, Any]:
-    """`_prepare_inputs`, of a batch that has been prepared."""
-    return inputs
+@contextlib.contextmanager
+def _prepared(trainer: Any) -> Iterator[None]:
+    """The batch has been prepared: in the body `_prepare_inputs`, which the stock `prediction_step` calls, returns it
+    as it is."""
+    attributes = vars(trainer)
+    own = attributes.get("_prepare_inputs")
+    attributes["_prepare_inputs"] = lambda inputs: inputs
+    try:
+        yield
+    finally:
+        del attributes["_prepare_inputs"]
+        if own is not None:
+            attributes["_prepare_inputs"] = own
 
 
 class EvaluatingTrainer(CheckpointingTrainer):
@@ -191,12 +201,10 @@ class EvaluatingTrainer(CheckpointingTrainer):
         predict.calls_users_code = self._computes_loss_otherwise()  # type: ignore[attr-defined]
         predict.keeps = (self, self.compute_loss, self.compute_loss_func)  # type: ignore[attr-defined]
         predict.reads_only_loss = prediction_loss_only and self._reads_only_loss()  # type: ignore[attr-defined]
-        vars(self)["_prepare_inputs"] = _prepared  # the stock method would do it once more
         try:
-            with self._watching_loss():
+            with self._watching_loss(), _prepared(self):
                 loss, logits, labels = self.engine.forward(inputs, predict)
         finally:
-            del self._prepare_inputs
             self._label_count = None
         return loss, logits, labels
 

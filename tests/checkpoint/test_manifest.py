@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_manifest_itself_cut(folder: Path) -> None:
     path = folder / manifest.NAME
     path.write_text(path.read_text()[:30])
     with pytest.raises(CheckpointError, match=r"fold3d\.json is cut short"):
+        manifest.check(folder)
+
+
+@pytest.mark.parametrize("index", [{}, [], {"weight_map": []}], ids=str)
+def test_an_index_without_a_map(folder: Path, index: Any) -> None:
+    """It ended in a KeyError."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"cut short: model\.safetensors\.index\.json has no weight_map"):
         manifest.check(folder)
 
 
