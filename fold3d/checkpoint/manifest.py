@@ -91,8 +91,7 @@ def _in_weights(folder: Path) -> str | None:
     """The weights may have been divided into other files since: an index and the files themselves say what counts."""
     weights = {path.name for path in folder.glob(_WEIGHTS)}
     if (folder / _INDEX).is_file():
-        index = _load(folder / _INDEX)
-        files = index.get("weight_map") if isinstance(index, dict) else None
+        files = _load(folder / _INDEX).get("weight_map")
         if not isinstance(files, dict):
             return f"{_INDEX} has no weight_map"
         missing = sorted(set(files.values()) - weights)
