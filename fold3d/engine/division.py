@@ -132,13 +132,14 @@ class Division:
                 made.append(whole)
                 continue
             kind = self._kind(function)
-            one, other = self._pair(kind, parts)
-            form, uneven = form_of(whole.inputs), _uneven(one, other)
+            form = form_of(whole.inputs)
+            # A sum is told from means by any micro-batch; to count labels waits for a GPU.
+            uneven = 0.0 if kind == "sum" else _uneven(*self._pair(kind, parts))
             tells = uneven > 2 * self._told.get(form, _TELLING)
             if self._comparisons.note(form, whole.inputs) or tells:
                 self._told[form] = max(uneven, self._told.get(form, _TELLING))
                 flush()
-                self._compare(kind, whole, function, one, other)
+                self._compare(kind, whole, function, *self._pair(kind, parts))
             weights = self._weights(parts, kind)
             if not any(weights):  # without labels: what its loss is then, nobody knows
                 made.append(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,13 +71,19 @@ def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: floa
     keeps = getattr(function, "keeps", None) or (function,)
     is_users = getattr(function, "calls_users_code", not is_ours(own))
     return LossRun(
-        lambda: function(model, copy.copy(inputs)),  # of its class: a BatchEncoding has attributes
+        lambda: function(model, _shallow_copy(inputs)),
         only_loss=getattr(function, "reads_only_loss", False),
         is_users=is_users,
         keeps=keeps,
         weight=weight,
         sum_of=getattr(function, "sums_losses", torch.sum),
     )
+
+
+def _shallow_copy(inputs: Mapping[str, Any]) -> Any:
+    """Returns a copy that shares no entries: of a UserDict (a BatchEncoding has attributes) one of its class, of other
+    mappings, whose copies may share them, a dict."""
+    return copy.copy(inputs) if isinstance(inputs, UserDict) else dict(inputs)
 
 
 def one_number(value: Any) -> None:
