@@ -17,6 +17,7 @@ from torch import nn
 from fold3d.errors import WAYS_OUT, SplitError, TraceError
 from fold3d.placement.layers import chunk_parameters
 from fold3d.stage.loss_run import ModelCall
+from fold3d.tensor_parallel.random_draws import RedrawError
 from fold3d.trace.arguments import Arguments, Form, by_name, describe, form_of
 from fold3d.trace.blocks import modules_around
 from fold3d.trace.capture import trace_call
@@ -233,12 +234,15 @@ class CallGuard:
     def _prove(self, model: nn.Module, arguments: Arguments, form: Form) -> Trace:
         """Records the call and returns the recording.
 
-        Raises: SplitError when the chunks would not give what the model would.
+        Raises: SplitError when the chunks would not give what the model would; RedrawError where it is one of a part,
+            of which the model draws random numbers that cannot be divided.
         """
         try:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
                 found = trace_call(model, list(self._trace.modules), arguments, as_it_is=True).under(self._trace.tp)
         except TraceError as error:
+            if isinstance(error.__cause__, RedrawError):
+                raise error.__cause__ from None  # a part's draws: whoever runs parts then runs the whole
             known = [one for forms in self._known.values() for one in forms.get(form, [])]
             alike = next((one for one in known if one.decisions.hold_for(arguments)), None)
             # Kernels of evaluation cannot be recorded, nor can a model that holds on to a graph.
