@@ -108,6 +108,7 @@ class Step:
             ]
             # 2. What must hold before work starts, and what the steps before have shown: from time to time another
             #    schedule is better.
+            self.cut.check_weights()
             if self.flow is None:
                 replan(len(inputs) if division is None else division.count(inputs))
             warning = self.memory.warning()

@@ -233,6 +233,7 @@ class RankModel:
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in model.named_parameters() if parameter.device.type != "meta"
         }
+        self._places = _places(model, {id(one) for one in self.trainable().values()})
         tp_rank = self.parts.rank
         self._primary = frozenset(
             name for name in self.parameters if self.placement.is_responsible(name, self.stage, tp_rank)
@@ -298,6 +299,18 @@ class RankModel:
             if any(whole_shape(one) != one.shape for one in module.parameters())
         }
 
+    def check_weights(self) -> None:
+        """Raises ConfigError where something has put another Parameter, or a module with others, in the place of one
+        that is trained: what is there now would compute, and what was there would be summed and stepped."""
+        for held, key, one, name in self._places:
+            if held.get(key) is not one:
+                raise ConfigError(
+                    f"'{name}' is another {'Parameter' if isinstance(one, Parameter) else 'module'} than when the "
+                    "model was taken over to be trained, and nobody would train it: something has replaced it "
+                    "(load_state_dict(assign=True), a new head). Copy the values into the one that was there "
+                    "(load_state_dict, or parameter.data.copy_()), or do that before Trainer or Engine is made"
+                )
+
     def trainable(self) -> dict[str, Parameter]:
         """Returns the parameters of this rank that receive gradients."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -305,6 +318,19 @@ class RankModel:
     def primary(self) -> frozenset[str]:
         """Returns the names of the parameters this rank is responsible for, in the norm and when they are saved."""
         return self._primary
+
+
+def _places(model: Module, parameters: set[int]) -> list[tuple[dict[str, Any], str, object, str]]:
+    """Returns where `parameters`, by identity, and the modules on the way to them are: the dictionary, the key in it,
+    what is there, and its name."""
+    with_some = {id(module) for module in model.modules() if any(id(one) in parameters for one in module.parameters())}
+    return [
+        (held, key, one, f"{path}.{key}".lstrip("."))
+        for path, module in model.named_modules()
+        for held, wanted in ((module._modules, with_some), (module._parameters, parameters))
+        for key, one in held.items()
+        if id(one) in wanted
+    ]
 
 
 def _one_over(counts: list[int], dim: int, parameter: Parameter) -> torch.Tensor:

@@ -239,6 +239,24 @@ def test_what_is_estimated_from_all_parameters_is_found_out() -> None:
         check_separable(Distance([Parameter(torch.ones(2))], lr=1.0), parts=False)
 
 
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups: all, or those in which a parameter has a gradient."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["each"] or any(parameter.grad is not None for parameter in group["params"]):
+                group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+def test_who_counts_steps_with_gradients_in_its_groups_is_refused() -> None:
+    """The groups are those of the user's optimizer, which finds no gradients where others step for it."""
+    parameters = [Parameter(torch.ones(2))]
+    check_separable(Counts([{"params": parameters, "each": True}], lr=0.1), parts=True)
+    with pytest.raises(ConfigError, match=r"Counts changes 'k' in its parameter groups only in a step with gradients"):
+        check_separable(Counts([{"params": parameters, "each": False}], lr=0.1), parts=False)
+
+
 def test_it_is_tried_as_it_will_be_used() -> None:
     """In the mode for training, in the dtype and on the device of its parameters, and drawing no random numbers."""
     check_separable(TwoModes([Parameter(torch.ones(2))], lr=0.1), parts=False)

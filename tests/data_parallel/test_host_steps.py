@@ -82,6 +82,10 @@ def test_what_changes_between_steps_counts() -> None:
     optimizers[1].add_param_group({"params": [Parameter(torch.ones(2))]})
     with pytest.raises(ConfigError, match="a parameter group was added"):
         host.step()
+    optimizers[1].param_groups.pop()
+    optimizers[1].param_groups[0]["params"].pop()
+    with pytest.raises(ConfigError, match="parameter group 0 has other parameters"):
+        host.step()
 
 
 def test_memory_that_there_is_not() -> None:

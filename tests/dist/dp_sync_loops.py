@@ -306,6 +306,8 @@ def misuse(what: str, dp_sync: str) -> str:
             model.head.weight.grad = torch.ones_like(model.head.weight)
         if what == "late group":
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        if what == "moved":
+            optimizer.param_groups[0]["params"].pop()
         optimizer.step()
         if what == "state":
             optimizer.state_dict()

@@ -98,6 +98,7 @@ def test_a_state_that_is_changed_counts(ranks: RankPool) -> None:
     [
         ("own gradients", "early", "head.weight.grad was set between run and optimizer.step(); engine.clip_grad_norm"),
         ("late group", "early", "parameter group was added; new Engine"),
+        ("moved", "early", "parameter group 0 has other parameters; settings of the group that it was in"),
         ("state", "zero1", "each replica keeps a part of the optimizer's state; engine.state_dict()"),
         ("values", "zero1", "each replica keeps a part of the optimizer's state; engine.whole_optimizer_state()"),
         ("replaced", "zero1", "the optimizer's `state` was replaced; engine.whole_optimizer_state()"),

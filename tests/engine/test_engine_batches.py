@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, RankError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -65,4 +65,26 @@ def test_the_loss_of_a_model_in_double_is_double(segments: int) -> None:
     engine = Engine(model, ParallelConfig(segments=segments, micro_batches=2, blocks="layers"), optimizer=SGD)
     torch.testing.assert_close(engine.evaluate(batch), expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(engine.step(batch).loss, expected, rtol=1e-14, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["assigned", "new module"])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_parameter_that_was_replaced_is_refused(segments: int, how: str) -> None:
+    """The model would compute with one that nobody trains."""
+    model = Powers()
+    batch: dict[str, Any] = {"x": torch.ones(4, 4), "power": 2, "names": list("abcd")}
+    engine = Engine(
+        model, ParallelConfig(segments=segments, micro_batches=2, blocks="layers"), optimizer=SGD, example=batch
+    )
+    model.load_state_dict({name: torch.zeros_like(one) for name, one in model.state_dict().items()})
+    engine.step(batch)
+    if how == "assigned":
+        model.load_state_dict({name: torch.zeros_like(one) for name, one in model.state_dict().items()}, assign=True)
+        named = "layers.0.weight' is another Parameter"
+    else:
+        model.layers[2] = nn.Linear(4, 4)
+        named = "layers.2' is another module"
+    with pytest.raises(RankError, match=named):
+        engine.step(batch)
     engine.close()

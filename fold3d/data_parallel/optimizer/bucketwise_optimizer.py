@@ -49,6 +49,7 @@ class BucketwiseOptimizer:
         Raises: ConfigError when the host lacks memory.
         """
         self._optimizer, self._buckets, self._data = optimizer, buckets, data
+        self._groups = groups_of(optimizer)
         self._is_sharded = list(sharded)
         self._sharded = [bucket for bucket, is_sharded in zip(buckets, sharded, strict=True) if is_sharded]
         self._pending: dict[int, Settings] = {}  # buckets that are to be stepped when they are opened
@@ -131,7 +132,7 @@ class BucketwiseOptimizer:
                 "the optimizer's `state` was replaced, and each replica keeps its part of it elsewhere; clear or "
                 "change it inside `with engine.whole_optimizer_state():`, on all ranks"
             )
-        check_groups(self._optimizer, self.parts)
+        check_groups(self._optimizer, self._groups)
 
     def collect_state(self) -> None:
         """Fills the optimizer's state with what the replicas hold in parts; all replicas call. See `split_state`."""
@@ -230,14 +231,26 @@ def parts_of(
     ]
 
 
-def check_groups(optimizer: Optimizer, parts: Sequence[BucketOptimizer]) -> None:
-    """Raises ConfigError when the optimizer has other groups than `parts` were made with."""
+def groups_of(optimizer: Optimizer) -> list[set[int]]:
+    """Returns which parameters each group of the optimizer has, by identity."""
+    return [set(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def check_groups(optimizer: Optimizer, known: Sequence[set[int]]) -> None:
+    """Raises ConfigError when the optimizer has other groups than `known`, or other parameters in them."""
     count = len(optimizer.param_groups)
-    known = next((len(part.twin.param_groups) for part in parts if len(part.twin.param_groups) != count), count)
-    if known != count:
+    if count != len(known):
         raise ConfigError(
-            f"a parameter group was added after the optimizer was attached: it has {count}, and had {known}; make a "
-            "new Engine"
+            f"a parameter group was added after the optimizer was attached: it has {count}, and had {len(known)}; make "
+            "a new Engine"
+        )
+    if changed := [
+        number for number, (now, one) in enumerate(zip(groups_of(optimizer), known, strict=True)) if now != one
+    ]:
+        raise ConfigError(
+            f"parameter group {changed[0]} has other parameters than when the optimizer was attached, and each is "
+            "stepped with the settings of the group that it was in then: set requires_grad to freeze some, give those "
+            "that shall have settings of their own a group from the beginning, or make a new Engine"
         )
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fold3d.data_parallel.bucket import Piece
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
-from fold3d.data_parallel.optimizer.bucketwise_optimizer import check_groups, parts_of
+from fold3d.data_parallel.optimizer.bucketwise_optimizer import check_groups, groups_of, parts_of
 
 _PART_BYTES = 16 << 20
 """Parameters of so many bytes are copied together: enough for the full speed of a copy, few for the slots."""
@@ -33,7 +33,7 @@ class HostSteps:
         kernel: as in `BucketOptimizer`.
         Raises: ConfigError when the host lacks memory.
         """
-        self._optimizer = optimizer
+        self._optimizer, self._groups = optimizer, groups_of(optimizer)
         self.parameters = list(held(optimizer, parameters).values())
         parts: list[list[tuple[Piece, Tensor]]] = [[]]
         size = 0
@@ -57,7 +57,7 @@ class HostSteps:
         Returns: what it has taken.
         Raises: ConfigError when groups are not what the optimizer was attached with.
         """
-        check_groups(self._optimizer, self._parts)
+        check_groups(self._optimizer, self._groups)
         settings = Settings.of(self._optimizer, 1.0)
         taken = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         gradients = {

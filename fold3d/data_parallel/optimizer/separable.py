@@ -41,7 +41,8 @@ def check_separable(optimizer: Optimizer, *, parts: bool, tp: int = 1, on_host: 
 
     Found out by trying, with the settings of each group, on the device and in the dtype of its parameters, in the mode
     for training: a few steps on two small matrices together must give the same numbers as on each alone, or on the
-    halves of each, in the matrices and in what the optimizer keeps in its groups.
+    halves of each, in the matrices and in what the optimizer keeps in its groups; which must be the same in steps
+    without gradients.
     """
     name = type(optimizer).__name__
     first = next((p for group in optimizer.param_groups for p in group["params"]), torch.empty(0))
@@ -81,6 +82,7 @@ def _check_separable(
             settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
         try:
             together = _tried(optimizer, settings, [draw()])
+            idle = _tried(optimizer, settings, [draw()], gradients=False)[1][0]
         except Exception as error:
             if on_host:
                 raise ConfigError(
@@ -102,6 +104,13 @@ def _check_separable(
             raise ConfigError(
                 f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
                 "replicas layers are stepped apart; use an optimizer that treats parameters independently"
+            )
+        (common,) = together[1]
+        if counted := [key for key in common if not math.isclose(common[key], idle.get(key, math.nan), rel_tol=1e-4)]:
+            raise ConfigError(
+                f"{name} changes {counted[0]!r} in its parameter groups only in a step with gradients, and it is "
+                "stepped layer by layer here, so its own groups never see any: count in the state of each parameter, "
+                "or in every step; or train with one process, without offload_optimizer"
             )
         if not parts and tp == 1:
             continue
@@ -151,8 +160,11 @@ def _cut(sample: _Sample) -> list[_Sample]:
     return [tuple(tensor[:_CUT].clone() for tensor in flat), tuple(tensor[_CUT:].clone() for tensor in flat)]
 
 
-def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]]) -> _Outcome:
-    """Returns what some steps lead to, in order, when each entry of `twins` is stepped by a twin of its own."""
+def _tried(
+    optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Sequence[_Sample]], *, gradients: bool = True
+) -> _Outcome:
+    """Returns what some steps lead to, in order, when each entry of `twins` is stepped by a twin of its own; without
+    `gradients` no parameter has one."""
     numbers: list[dict[str, float]] = []
     kept = 0
     for samples in twins:
@@ -162,7 +174,7 @@ def _tried(optimizer: Optimizer, settings: Mapping[str, Any], twins: Sequence[Se
             for_training()
         for step in range(1, 1 + _STEPS):
             for sample in samples:
-                sample[0].grad = sample[step].clone()
+                sample[0].grad = sample[step].clone() if gradients else None
             twin.step()
         values = [value for state in twin.state.values() for value in state.values() if isinstance(value, Tensor)]
         kept += sum(value.nbytes for value in values)
