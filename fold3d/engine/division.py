@@ -20,9 +20,9 @@ from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.replay import ModelValues, uniform_weights_filled
 from fold3d.stage.sub_pipeline import Comparisons, GradientsOfParts, SubMicroBatch, sub_micro_batches, tolerance
 from fold3d.stage.sub_pipeline import weights as weights_of
+from fold3d.stage.users_state import namespaces_of, put_back
 from fold3d.trace.arguments import Form, form_of
 from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
-from fold3d.trace.wrappers import is_users
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Division:
         self._reduction, self._in_16_bits = reduction, in_16_bits
         self._comparisons = Comparisons(model)
         self._foresees = foresees
-        self._gradients = GradientsOfParts(model)
+        self._gradients = GradientsOfParts(model, of_weights=True)
         self._told: dict[Form, float] = {}
         """How unevenly labels were spread, at most, where parts were compared."""
         self.may_divide = False
@@ -174,7 +174,7 @@ class Division:
         return True
 
     def _kind(self, function: LossFunction) -> str:
-        if why := self._gradients.why_not() or _hooked_weight(self._model):
+        if why := self._gradients.why_not():
             self._refuse(why)
         if self._reduction is not None:
             return self._reduction
@@ -215,7 +215,8 @@ class Division:
         """Returns whether there was anything to compare."""
         runs = self._together(whole, function, one, other)
         drawn, values = library_rng_state(), ModelValues(self._model)
-        with self._comparisons.forwards():
+        counts = put_back(namespaces_of(getattr(function, "keeps", (function,)), self._model))
+        with self._comparisons.forwards(), counts:
             results = self._pipeline.run(self._schedule, runs, backward=False)
         draws = not same_library_rng_state(drawn, library_rng_state())
         set_library_rng_state(drawn)
@@ -281,15 +282,6 @@ def _uneven(one: SubMicroBatch, other: SubMicroBatch) -> float:
     """Returns by how much the shares of two parts differ in a mean over labels, whichever label is the first."""
     shares = (weights_of((one, other), "tokens", first=first) for first in (0, 1))
     return min(abs(mine - its) for mine, its in shares)
-
-
-def _hooked_weight(model: Module) -> str:
-    """Returns that a weight has a hook of the user's, which would be given gradients of parts; "" where none has."""
-    for name, one in model.named_parameters():
-        hooks = (*(one._backward_hooks or {}).values(), *(one._post_accumulate_grad_hooks or {}).values())
-        if any(map(is_users, hooks)):
-            return f"{name} has a hook of its gradient, which would be given gradients of a part"
-    return ""
 
 
 _TELLING = 5e-4

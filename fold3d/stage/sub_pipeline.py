@@ -107,8 +107,11 @@ class GradientsOfParts:
     Of a model; what its code has in it is looked for once, hooks again when any have been registered since.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, of_weights: bool = False) -> None:
+        """Args:
+        of_weights: weights get gradients of parts, too, one after the other.
+        """
+        self._model, self._of_weights = model, of_weights
         self._hooks_ever: int | None = None
         self._hooked, self._code = "", _why_of_code(model)
 
@@ -116,6 +119,8 @@ class GradientsOfParts:
         """Returns the reason; "" where nobody knows of one."""
         if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
             self._hooks_ever, self._hooked = RemovableHandle.next_id, _why_of_hooks(self._model)
+            if self._of_weights:
+                self._hooked = self._hooked or _why_of_weights(self._model)
         return self._code or self._hooked
 
 
@@ -123,6 +128,14 @@ def _why_of_hooks(model: nn.Module) -> str:
     for name, one in model.named_modules():
         if any(map(is_users_hook, (*one._backward_pre_hooks.values(), *one._backward_hooks.values()))):
             return f"{name or 'the model'} has a backward hook, which would be given gradients of a part"
+    return ""
+
+
+def _why_of_weights(model: nn.Module) -> str:
+    for name, one in model.named_parameters():
+        hooks = (*(one._backward_hooks or {}).values(), *(one._post_accumulate_grad_hooks or {}).values())
+        if any(map(is_users_hook, hooks)):
+            return f"{name} has a hook of its gradient, which would be given gradients of a part"
     return ""
 
 

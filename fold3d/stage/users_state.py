@@ -338,7 +338,7 @@ class SharedValues:
                 "blocks runs once for each chunk of the model: do that in a callback (on_step_end), or set pp=1 and "
                 "segments=1, where nothing is cut"
             )
-        for number, name in self._counted(before, self._flags):
+        for number, name in _counted(self._spaces, before, self._flags):
             raise SplitError(
                 f"the model's forward changes {name!r} ({self._spaces[number].what}). In a model that is cut, chunks "
                 "and micro-batches run in another order than in one process, and in several processes, so it would not "
@@ -361,26 +361,37 @@ class SharedValues:
     @contextlib.contextmanager
     def put_back(self, changed: list[str]) -> Iterator[None]:
         """Around a run that leaves no traces; the names of what it has changed are added to `changed`."""
-        before = self._contents()
-        values = [then.copies() for then in before]
-        yield
-        for number, name in self._counted(before):
-            changed.append(f"{name} ({self._spaces[number].what})")
-            _put_back(self._spaces[number].values, name, values[number].get(name))
+        with put_back(self._spaces) as found:
+            yield
+        changed += found
 
-    def _counted(
-        self, before: Sequence[Contents], flags: dict[tuple[int, str], bool] | None = None
-    ) -> Iterator[tuple[int, str]]:
-        """Yields which values count, see `Contents.counted`, by number of the namespace and name.
 
-        Args:
-            flags: gets what truth values become first. To become that is none: it says that something has been done.
-        """
-        for number, (space, then) in enumerate(zip(self._spaces, before, strict=True)):
-            for name in sorted(space.contents().counted(then)):
-                value = space.values.get(name)
-                if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
-                    yield number, name
+@contextlib.contextmanager
+def put_back(spaces: Sequence[Namespace]) -> Iterator[list[str]]:
+    """Around what leaves no traces in `spaces`; what it has counted there is as it was behind it, and its names are in
+    the list that this yields."""
+    before = [space.contents() for space in spaces]
+    values = [then.copies() for then in before]
+    changed: list[str] = []
+    yield changed
+    for number, name in _counted(spaces, before):
+        changed.append(f"{name} ({spaces[number].what})")
+        _put_back(spaces[number].values, name, values[number].get(name))
+
+
+def _counted(
+    spaces: Sequence[Namespace], before: Sequence[Contents], flags: dict[tuple[int, str], bool] | None = None
+) -> Iterator[tuple[int, str]]:
+    """Yields which values count, see `Contents.counted`, by number of the namespace and name.
+
+    Args:
+        flags: gets what truth values become first. To become that is none: it says that something has been done.
+    """
+    for number, (space, then) in enumerate(zip(spaces, before, strict=True)):
+        for name in sorted(space.contents().counted(then)):
+            value = space.values.get(name)
+            if flags is None or not isinstance(value, bool) or flags.setdefault((number, name), value) is not value:
+                yield number, name
 
 
 def _marks_of(weight: Tensor, with_bits: bool) -> tuple[int, ...]:
@@ -611,6 +622,8 @@ class KeptAttributes:
         """By namespace, values by name."""
         self._names: dict[int, set[str]] = {}
         """By number of the namespace, the names that the first half has set; where there are any."""
+        self._read: list[tuple[Namespace, str]] = []
+        """Attributes of objects that the first half has read, and not set."""
         self._made: set[tuple[int, str]] = set()
         self._runs, self._held, self._comes_again = 0, list[_Held](), False
         self._at: dict[object, list[_Value]] = {}
@@ -630,7 +643,7 @@ class KeptAttributes:
         self._spaces = [*own, *state.namespaces]
         before, before_of_model = [space.contents() for space in own], state.contents()
         versions = state.versions(before_of_model)
-        with _noted([space for space in own if space.owner is not None]) as noted:
+        with _noted([space for space in own if space.owner is not None]) as (noted, read):
             yield
         if trained != state.trained():
             raise SplitError(
@@ -643,6 +656,7 @@ class KeptAttributes:
             names = now.changed(then)
             if space.owner is not None:
                 names |= noted[id(space.owner)]
+                self._read += [(space, name) for name in read[id(space.owner)] - names]
             else:
                 _set_in_front(space.kind, names, then.values)
             if names:
@@ -689,9 +703,18 @@ class KeptAttributes:
         for one, state in zip(self._generators, self._states, strict=True):
             one.set(state)
         held = [_Held(*one) for one in self._values()]
+        read = [(space, name, version(space.values.get(name, ABSENT))) for space, name in self._read]
         yield
         for one, state in zip(self._generators, states, strict=True):
             one.set(state)
+        for space, name, then in read:
+            if version(space.values.get(name, ABSENT)) != then:
+                raise SplitError(
+                    f"the loss function reads '{name}' ({space.what}) in front of the model's call, and changes it "
+                    "behind that; in a model that is cut other micro-batches begin in between, and would find what was "
+                    "there before: read it behind the call, change it in a callback (on_step_end), or set pp=1 and "
+                    "segments=1, where nothing is cut"
+                )
         for value in held:
             if not value.is_changed:
                 if (value.number, value.name) not in self._made:
@@ -773,33 +796,38 @@ def _tells_nothing(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _noted(spaces: Iterable[Namespace]) -> Iterator[dict[int, set[str]]]:
+def _noted(spaces: Iterable[Namespace]) -> Iterator[tuple[dict[int, set[str]], dict[int, set[str]]]]:
     """Yields, by the number of an object, the attributes of it that are set meanwhile, also those that are set to what
-    they are; of objects whose attributes `spaces` are."""
-    noted: dict[int, set[str]] = {id(space.owner): set() for space in spaces}
-    undo = [_note(kind, noted) for kind in {type(space.owner) for space in spaces}]
+    they are, and those that are read; of objects whose attributes `spaces` are."""
+    written: dict[int, set[str]] = {id(space.owner): set() for space in spaces}
+    read: dict[int, set[str]] = {id(space.owner): set() for space in spaces}
+    undo = [
+        _note(kind, method, noted)
+        for kind in {type(space.owner) for space in spaces}
+        for method, noted in (("__setattr__", written), ("__getattribute__", read))
+    ]
     try:
-        yield noted
+        yield written, read
     finally:
         for one in undo:
             one()
 
 
-def _note(kind: Any, noted: dict[int, set[str]]) -> Callable[[], None]:
-    own, original = vars(kind).get("__setattr__"), kind.__setattr__
+def _note(kind: Any, method: str, noted: dict[int, set[str]]) -> Callable[[], None]:
+    own, original = vars(kind).get(method), getattr(kind, method)
 
-    def note(self: Any, name: str, value: Any) -> None:
+    def note(self: Any, name: str, *value: Any) -> Any:
         if id(self) in noted:
             noted[id(self)].add(name)
-        original(self, name, value)
+        return original(self, name, *value)
 
     def undo() -> None:
         if own is None:
-            del kind.__setattr__
+            delattr(kind, method)
         else:
-            kind.__setattr__ = own
+            setattr(kind, method, own)
 
-    kind.__setattr__ = note
+    setattr(kind, method, note)
     return undo
 
 

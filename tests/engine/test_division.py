@@ -303,3 +303,28 @@ def test_number_of_parts() -> None:
     batch = {"x": torch.zeros(7, 2), "shared": torch.zeros(1, 2), "scalar": torch.zeros(()), "text": "as it is"}
     assert [number_of_parts(batch, size) for size in (1, 2, 3, 7, 9)] == [7, 4, 3, 1, 1]
     assert number_of_parts({"x": torch.zeros(2), "y": [torch.zeros(3)]}, 2) == 1, "nothing is to be divided"
+
+
+class Counting:
+    """A loss of the user's that counts samples and keeps what it has seen, as a trainer's metrics do."""
+
+    def __init__(self) -> None:
+        self.samples, self.metrics = 0, {"loss": list[float]()}
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss: Tensor = model(**inputs)
+        self.samples += len(inputs["x"])
+        self.metrics["loss"].append(loss.item())
+        return loss
+
+
+def test_what_a_loss_counts_it_counts_once() -> None:
+    """The runs by which parts are compared counted, too."""
+    torch.set_default_dtype(torch.float64)
+    batch = {"x": torch.randn(4, WIDTH)}
+    config = ParallelConfig(blocks="layers", segments=1, micro_batch_size=2, loss_reduction="sum")
+    engine, loss = Engine(made(loss="sum"), config), Counting()
+    for steps in (1, 2):
+        engine.run([batch], loss)
+        assert loss.samples == 4 * steps and len(loss.metrics["loss"]) == 2 * steps
+    engine.close()

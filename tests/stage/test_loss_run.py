@@ -347,19 +347,41 @@ def test_a_value_set_on_both_sides_is_refused() -> None:
         stepped({"segments": 2, "schedule": "aiao"}, Both())  # type: ignore[dict-item]
 
 
+class Running:
+    """Divides by a mean of the losses before, which is kept for the next micro-batch behind the model's call."""
+
+    def __init__(self, *, reads_in_front: bool) -> None:
+        self.reads_in_front = reads_in_front
+
+    def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        scale = getattr(self, "mean", 1.0) if self.reads_in_front else 0.0
+        loss: Tensor = model(batch["x"]).square().mean()
+        scale = scale or getattr(self, "mean", 1.0)
+        self.mean = 0.5 * scale + 0.5 * loss.item()
+        return loss / scale
+
+
+def test_what_is_kept_for_the_next_micro_batch_is_read_behind_the_call() -> None:
+    expected = stepped({"segments": 1}, Running(reads_in_front=True))
+    aiao = {"segments": 2, "schedule": "aiao"}
+    assert stepped(aiao, Running(reads_in_front=False)) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"reads 'mean' \(attribute of Running\) in front of the model's call"):
+        stepped(aiao, Running(reads_in_front=True))  # type: ignore[arg-type]
+
+
 def other_values(layout: dict[str, int]) -> str:
     """A process without the last chunk does not see what the loss draws behind the call, and draws it before."""
 
-    class Draws:
-        drawn = 0.0
+    drawn = 0.0
 
-        def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-            out: Tensor = model(batch["x"] * (1 + self.drawn))
-            self.drawn += 1.0
-            return out.square().mean()
+    def draws(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        nonlocal drawn
+        out: Tensor = model(batch["x"] * (1 + drawn))
+        drawn += 1.0
+        return out.square().mean()
 
     with pytest.raises(Fold3dError) as error:
-        stepped(layout, Draws())
+        stepped(layout, draws)
     return str(error.value)
 
 
