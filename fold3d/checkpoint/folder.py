@@ -7,6 +7,7 @@ output_dir/
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -46,17 +47,18 @@ class CheckpointFolder:
                 _flush(path)
         _flush(self.temporary)
         old = self.final.with_name(f"{PREFIX}old-{self.final.name}")
-        if self.final.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(self.final):
+            with contextlib.suppress(OSError):
+                _remove(old)
             self.final.rename(old)
         self.temporary.rename(self.final)
         _flush(self.final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(old)
 
     def discard(self) -> None:
         """Removes the temporary folder, if there is one."""
-        if self.temporary.exists():
-            shutil.rmtree(self.temporary)
+        _remove(self.temporary)
 
 
 def last_committed(output_dir: str | Path) -> Path | None:
@@ -65,6 +67,7 @@ def last_committed(output_dir: str | Path) -> Path | None:
     for _, path in sorted(named, reverse=True):
         try:
             manifest.check(path)
+            manifest.step_index(path)
         except CheckpointError as error:
             logger.warning("%s; it is passed over for an older one", error)
         else:
@@ -87,9 +90,17 @@ def remove_stale(output_dir: str | Path) -> list[Path]:
             path.rename(final)
             continue
         logger.warning("removing %s, left by an interrupted save", path)
-        shutil.rmtree(path)
+        _remove(path)
         removed.append(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link to one, if it is there."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _flush(path: Path) -> None:

@@ -7,6 +7,7 @@ people divide weights into other files and edit a trainer_state.json.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from pathlib import Path
@@ -18,14 +19,19 @@ from fold3d.weights.safetensors_file import read_header
 
 NAME = "fold3d.json"
 _VERSION = 1
+_SAMPLE = 1 << 16
+"""Bytes at the end of a file that tell it from others."""
 _STEPS = {NAME: "step_index", "trainer_state.json": "global_step"}
 """Files that say how many steps are done, the surer one first, and the key of it."""
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
 """A PeftModel has adapters instead, here or in folders named after them."""
 _PICKLED = "pytorch_model*.bin"
-_TELLING = (".safetensors", ".json", ".pt", ".pth")
-"""Files that show by themselves whether they are whole."""
+_TELLING = (
+    *(_WEIGHTS, ADAPTER_FILE, "late_gradients*.safetensors", NAME, "trainer_state.json", _INDEX, "*config.json"),
+    *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+)
+"""Files that show by themselves whether they are whole; others may be the user's, in formats of their own."""
 
 
 def write(
@@ -65,6 +71,17 @@ def step_index(folder: Path) -> int:
     raise CheckpointError(f"{folder} has neither {' nor '.join(_STEPS)}: it is not a Trainer checkpoint")
 
 
+def digest(folder: Path) -> str:
+    """Returns letters that are the same for a copy of the checkpoint, and others for one of another training."""
+    made = hashlib.sha256()
+    for path in [folder / "trainer_state.json", *sorted(folder.glob(_WEIGHTS))]:
+        if path.is_file():
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - _SAMPLE))
+                made.update(file.read(_SAMPLE))
+    return made.hexdigest()[:8]
+
+
 def said(folder: Path, name: str) -> Any:
     """Returns what `write` was given as the argument `name`; None where the checkpoint does not say."""
     return _load(folder / NAME).get(name) if (folder / NAME).is_file() else None
@@ -89,7 +106,7 @@ def check(folder: Path) -> None:
 
 def _in_weights(folder: Path) -> str | None:
     """The weights may have been divided into other files since: an index and the files themselves say what counts."""
-    weights = {path.name for path in folder.glob(_WEIGHTS)}
+    weights = {path.name for path in folder.glob(_WEIGHTS) if path.is_file()}  # and no link to what is gone
     if (folder / _INDEX).is_file():
         files = _load(folder / _INDEX).get("weight_map")
         if not isinstance(files, dict):
@@ -112,15 +129,17 @@ def _in_recorded(folder: Path) -> str | None:
                 f"{name} is missing, {NAME} says that it was there (removed on purpose? Then remove {NAME}, too: "
                 "training goes on with what is there)"
             )
-        if path.suffix not in _TELLING and path.stat().st_size < size:
+        if not _tells(path) and path.suffix != ".json" and path.stat().st_size < size:
             return f"{name} has {path.stat().st_size} bytes, {NAME} says {size}"
     return None
 
 
 def _in_present(folder: Path) -> str | None:
     """What the files say about themselves: some may have been written again, a trainer_state.json for one."""
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _TELLING and path.is_file()):
+    for path in sorted(filter(_tells, folder.rglob("*"))):
         problem = None
+        if not path.is_file():
+            return f"{path.name} is a link to what is gone" if path.is_symlink() else f"{path.name} is no file"
         if path.suffix == ".safetensors":
             problem = defect(path)
         elif path.suffix == ".json":
@@ -133,6 +152,10 @@ def _in_present(folder: Path) -> str | None:
         if problem is not None:
             return problem
     return None
+
+
+def _tells(path: Path) -> bool:
+    return any(map(path.match, _TELLING))
 
 
 def defect(path: Path) -> str | None:

@@ -45,8 +45,8 @@ def adapter_files(model: Any, *, embeddings: bool | Literal["auto"] = "auto") ->
     """
     from peft import get_peft_model_state_dict
 
-    canonical_of = {name: group[0] for group in tied_groups(model) for name in group}
-    stand_ins = {name: torch.tensor([number]) for number, name in enumerate(state_of(model))}
+    canonical_of = first_names(model)
+    stand_ins = {name: torch.tensor([number]) for number, name in enumerate(canonical_of)}
     name_of = {id(stand_in): name for name, stand_in in stand_ins.items()}
     files: AdapterFiles = {}
     for adapter, config in model.peft_config.items():
@@ -67,7 +67,7 @@ def adapter_files(model: Any, *, embeddings: bool | Literal["auto"] = "auto") ->
             raise computed
         names = {key: name_of[id(stand_in)] for key, stand_in in saved.items()}
         path = ADAPTER_FILE if adapter == "default" else f"{adapter}/{ADAPTER_FILE}"
-        files[path] = {key: canonical_of.get(name, name) for key, name in names.items()}
+        files[path] = {key: canonical_of[name] for key, name in names.items()}
     return files
 
 
@@ -126,6 +126,12 @@ def saved_names(model: Module) -> dict[str, str]:
 def tied_groups(model: Module) -> list[list[str]]:
     """Returns the groups of names under which the model holds one parameter, the canonical name first."""
     return [names for _, names in parameter_holders(model) if len(names) > 1]
+
+
+def first_names(model: Module) -> dict[str, str]:
+    """Returns of each parameter and persistent buffer the first name in the model's order under which it is there."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(one), name) for name, one in state_of(model, keep_vars=True).items()}
 
 
 def persistent_buffers(model: Module) -> dict[str, torch.Tensor]:

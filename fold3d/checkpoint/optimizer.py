@@ -159,7 +159,13 @@ class OptimizerLayout:
             cannot be divided.
         """
         file, parts = TorchFile(path), parts or Parts.whole()
-        saved, state = file.content["param_groups"], file.content["state"]
+        found = file.content if isinstance(file.content, dict) else {}
+        saved, state = found.get("param_groups"), found.get("state")
+        if not isinstance(saved, list) or not isinstance(state, dict):
+            raise CheckpointError(
+                f"{path} holds no state of an optimizer (a dictionary with 'state' and 'param_groups', as "
+                "optimizer.state_dict() returns it); remove it for an optimizer that starts anew"
+            )
         sizes, expected = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
         if sizes != expected:
             raise CheckpointError(
@@ -178,6 +184,8 @@ class OptimizerLayout:
 
         with file.opened():
             groups = file.read_all(saved)
+            if type(optimizer) in _ELEMENTWISE:
+                _check_shapes(path, {name: state.get(index, {}) for name, index in index_of.items()}, owned, parts)
             local = [name for name in self.local(owned) if keep is None or name not in keep.names]
             own = {
                 name: {
@@ -199,6 +207,27 @@ class OptimizerLayout:
             optimizer.load_state_dict({"state": {numbers[n]: one for n, one in own.items()}, "param_groups": mine})
             if keep is not None:
                 keep.load_held(read)
+
+
+_ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.ASGD),
+)
+"""torch's, whose tensors for a parameter have its shape, or are numbers; their kernels believe it."""
+
+
+def _check_shapes(
+    path: Path, states: Mapping[str, Mapping[str, Any]], owned: Mapping[str, Parameter], parts: Parts
+) -> None:
+    """Raises CheckpointError for a state of parameters of other shapes than this run's."""
+    for name in states.keys() & owned.keys():
+        whole = parts.whole_shape(name, owned[name].shape)
+        for key, value in states[name].items():
+            if isinstance(value, Tensor) and value.ndim and tuple(value.shape) != tuple(whole):
+                raise CheckpointError(
+                    f"{path} belongs to another model: {key!r} of {name} has shape {tuple(value.shape)}, and the "
+                    f"parameter {tuple(whole)}; remove it for an optimizer that starts anew"
+                )
 
 
 def _of_parameters(group: Mapping[str, Any], keeps: Sequence[bool]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ LATE_GRADIENTS = "late_gradients"
 """Stem of the file with the gradients of the last step before the checkpoint, where gradient_delay=1 keeps them.
 
 By canonical name, whole, as they are kept in memory, of what was used. The settings that they will be taken with are in
-fold3d.json. Versions of weights that later steps need are there, too: "NAME@1" is that of one update ago, and so on."""
+fold3d.json. Versions of weights that later steps need are there, too: "NAME@1" is that of one update ago, and so on,
+and "NAME@update1" what the last update added."""
 _FILLING = ".tmp"
 """Behind the name of a file that is not complete."""
 
@@ -141,7 +142,8 @@ def load_weights(model: Module, targets: Mapping[str, Tensor], folder: Path, par
     Raises: CheckpointError naming the tensors the folder does not hold or holds in another shape.
     """
     groups = {names[0]: tuple(names) for names in tied_groups(model)}
-    missing = sorted(set(targets) - pretrained.load(model, targets, groups, folder, parts))
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # transformers': what the model makes itself
+    missing = sorted(set(targets) - unsaved - pretrained.load(model, targets, groups, folder, parts))
     if missing:
         raise CheckpointError(
             f"{folder} belongs to another model: it does not hold {', '.join(missing[:3])}"

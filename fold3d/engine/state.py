@@ -238,7 +238,8 @@ class WholeState(ABC):
 
         Returns: by name the mean gradients of the parameters that this rank holds, valid until the next step, and the
             optimizer's settings for their update, as JSON takes them. `flush=False` adds versions of weights that later
-            steps need, as "NAME@1" of one update ago, and so on. ({}, None) if nothing is kept.
+            steps need, as "NAME@1" of one update ago, and so on, and delay_correction="predict" what the last update
+            added, as "NAME@update1". ({}, None) if nothing is kept.
         """
         late, versions = self._late, self._versions
         waits = late is not None and late.settings is not None

@@ -161,10 +161,16 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     flag_tensor: Tensor | None
     replicas: TreeGroup | None
     spread: weakref.ref[Module] | None
+    clip: Callable[[float], Tensor]
 
-    def use_replicas(self, replicas: TreeGroup, spread: Module) -> None:
-        """What is gathered comes from these from now on; `spread` is the model that they train."""
-        self.replicas, self.spread = replicas, weakref.ref(spread)
+    def use_replicas(self, replicas: TreeGroup, spread: Module, clip: Callable[[float], Tensor]) -> None:
+        """What is gathered comes from these from now on.
+
+        Args:
+            spread: the model that they train.
+            clip: scales all of its gradients to a norm of at most so much, and returns what the norm was.
+        """
+        self.replicas, self.spread, self.clip = replicas, weakref.ref(spread), clip
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, topology: Topology) -> ReplicaAccelerator:
@@ -181,6 +187,12 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             raise ConfigError(
                 "accelerator_config.dispatch_batches=True deals batches out by process, but the stages of a "
                 "replica need the same batch; remove it"
+            )
+        if topology.dp > 1 and not accelerator.even_batches:
+            raise ConfigError(
+                f"accelerator_config.even_batches=False gives {topology.dp} replicas different numbers of batches, and "
+                "they run and evaluate each one together; remove it (the last batch is filled up, and what fills it up "
+                "is left out of metrics)"
             )
         return accelerator
 
@@ -219,6 +231,26 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:
             plugin.backend = backend
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int | float = 2) -> Any:
+        """Scales the gradients of the model that is trained to a norm of at most `max_norm`, wherever they are; returns
+        the norm before. Every rank calls. Gradients of other parameters are scaled as accelerate does.
+
+        Raises: ConfigError for some of the model's parameters only, and for another norm than L2.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = set(map(id, parameters))
+        model = None if self.spread is None else self.spread()
+        trained = [] if model is None else [one for one in model.parameters() if one.requires_grad]
+        if self.topology.world == 1 or given.isdisjoint(map(id, trained)):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2 or not given.issuperset(map(id, trained)):
+            raise ConfigError(
+                f"accelerator.clip_grad_norm_(norm_type={norm_type}) of {len(given)} parameters: gradients lie in "
+                "several processes, and the L2 norm of all of the model's is what they compute together. Call it with "
+                "model.parameters() and norm_type=2, or leave it to max_grad_norm"
+            )
+        return self.clip(max_norm)
 
     def gather(self, tensor: Any) -> Any:
         """Returns the tensors of all replicas, concatenated along dimension 0; every rank calls."""

@@ -16,6 +16,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 from transformers.utils.generic import ModelOutput
 
+from fold3d.checkpoint import has_adapters
 from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
 from fold3d.errors import ConfigError
@@ -48,13 +49,13 @@ def generate(
         autocast: the context that the model's forward runs in.
     Raises: ConfigError for what cannot generate; RankError, on every rank, when any rank fails.
     """
-    model: Any = engine.model
-    if not isinstance(engine.model, GenerationMixin):
+    model = _decoding(engine.model)
+    if not isinstance(model, GenerationMixin):
         raise ConfigError(f"a {type(model).__name__} has no generate() of transformers' (GenerationMixin)")
     is_cut = engine.topology.pp * engine.topology.tp * engine.strategy.segments > 1
     if is_cut:
         _refuse(model, options)
-        model, options = _stand_in(engine, autocast), {**options, "use_cache": False}
+        model, options = _stand_in(engine, model, autocast), {**options, "use_cache": False}
     engine.flush()
     was_training = engine.model.training
     engine.model.eval()
@@ -87,25 +88,33 @@ def _refuse(model: Module, options: dict[str, Any]) -> None:
         raise ConfigError(f"encoder_outputs: where a {name} is cut, its encoder runs with its decoder; pass its inputs")
 
 
+def _decoding(model: Any) -> Any:
+    """Returns the model whose decoding loop runs: of one with adapters the one that these are in, unless they are
+    prompts, which PEFT puts in front of the tokens."""
+    if has_adapters(model) and not any(one.is_prompt_learning for one in model.peft_config.values()):
+        return model.get_base_model()
+    return model
+
+
 def has_stock_generate(model: Module) -> bool:
     """Returns whether the model generates by transformers' own code alone."""
-    return getattr(type(model), "generate", None) is GenerationMixin.generate
+    return getattr(type(_decoding(model)), "generate", None) is GenerationMixin.generate
 
 
 def _is_encoder_decoder(model: Module) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
-def _stand_in(engine: Engine, autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Returns what looks like the model to transformers' decoding loops, and whose call is an evaluation."""
-    encoder = _Encoder(engine.model) if _is_encoder_decoder(engine.model) else None
+def _stand_in(engine: Engine, decoding: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Returns what looks like the model `decoding` to transformers' loops, and whose call is an evaluation."""
+    encoder = _Encoder(decoding) if _is_encoder_decoder(decoding) else None
 
     def run(model: Module, inputs: dict[str, Any]) -> dict[str, Any]:
         with autocast():
             output = model(**inputs)
         return {name: output[name] for name in READ if output.get(name) is not None}
 
-    class StandIn(type(engine.model)):  # type: ignore[misc]
+    class StandIn(type(decoding)):  # type: ignore[misc]
         @property
         def device(self) -> torch.device:
             return engine.device  # the first parameter may be another rank's, on meta
@@ -120,10 +129,10 @@ def _stand_in(engine: Engine, autocast: Callable[[], AbstractContextManager[Any]
             given.update(encoder.inputs(given.pop("encoder_outputs")))
             return Seq2SeqLMOutput(logits=engine.forward(given, run)["logits"])
 
-    StandIn.__name__ = type(engine.model).__name__  # transformers looks at it
-    StandIn.__qualname__ = type(engine.model).__qualname__
+    StandIn.__name__ = type(decoding).__name__  # transformers looks at it
+    StandIn.__qualname__ = type(decoding).__qualname__
     made = object.__new__(StandIn)
-    made.__dict__.update(engine.model.__dict__)
+    made.__dict__.update(decoding.__dict__)
     return made
 
 
@@ -211,7 +220,8 @@ class EvaluatingTrainer(CheckpointingTrainer):
     def _evaluate_with_whole_model(self) -> None:
         """A `prediction_step` of another class, Seq2SeqTrainer's or the user's, gets a model that it may call, and may
         let `self.model` generate: on every rank the call returns."""
-        if type(self).prediction_step is EvaluatingTrainer.prediction_step:
+        own = vars(self).get("prediction_step")
+        if own is None and type(self).prediction_step is EvaluatingTrainer.prediction_step:
             return
         users = self.prediction_step
 
@@ -220,7 +230,7 @@ class EvaluatingTrainer(CheckpointingTrainer):
             with self._generating():
                 return users(EngineModel(self.engine, model), *args, **named)  # type: ignore[arg-type]
 
-        setattr(self, "prediction_step", predict)  # noqa: B010
+        vars(self)["prediction_step"] = predict
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -338,3 +348,8 @@ class EngineModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The model's, for who asks with isinstance whether it is one of PEFT's, say."""
+        return type(self._model)

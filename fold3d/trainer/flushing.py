@@ -39,6 +39,7 @@ class FlushingHandler(CallbackHandler):
     """Whether the checkpoint of the step that has just ended is not complete yet."""
     flush: Callable[[], None]
     before_update: Callable[[], None]
+    load: Callable[[], None]
 
     @classmethod
     def adopt(
@@ -50,19 +51,21 @@ class FlushingHandler(CallbackHandler):
         *,
         flush: Callable[[], None],
         before_update: Callable[[], None],
+        load: Callable[[], None],
     ) -> None:
         """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's.
 
         Args:
             flush: is called before somebody may read or change weights.
             before_update: is called before the optimizer steps.
+            load: is called before somebody may read or change what a training begins with.
         """
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler.engine, handler.has_stepped, handler._told = engine, has_stepped, set()
         handler.flags = ControlFlags(engine)
         handler.save_is_under_way = save_is_under_way
-        handler.flush, handler.before_update = flush, before_update
+        handler.flush, handler.before_update, handler.load = flush, before_update, load
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """Calls the callbacks, unless there is no checkpoint yet that they could look at."""
@@ -75,6 +78,8 @@ class FlushingHandler(CallbackHandler):
             self.has_stepped.set()
             self.before_update()
         readers = [type(c).__name__ for c in self.callbacks if may_read(c, event, "reads_weights")]
+        if event == "on_train_begin" and readers:
+            self.load()
         if event in _EVERY_STEP and self.engine.topology.dp > 1:
             for name in [name for name in readers if name not in self._told]:
                 logger.warning(
@@ -86,7 +91,7 @@ class FlushingHandler(CallbackHandler):
             self._told.update(readers)
         if event == "on_train_end":  # where the weights are final
             self.before_update()
-            self.engine.finish_updates(args.max_grad_norm or None)
+            self.engine.finish_updates(args.max_grad_norm if (args.max_grad_norm or 0.0) > 0.0 else None)
         if readers or event == "on_train_end":
             self.flush()
         before = self._weights() if event == "on_substep_end" else []
@@ -122,8 +127,10 @@ def may_read(callback: TrainerCallback, event: str, attribute: str) -> bool:
 
 
 def implements(callback: TrainerCallback, event: str) -> bool:
-    """Whether it is the user's, and has code for `event`."""
+    """Whether it has code of the user's for `event`: of its class, or set on the object."""
     kind = type(callback)
+    if event in vars(callback):
+        return True
     if kind.__module__.split(".")[0] in ("transformers", "fold3d"):
         return False
     return getattr(kind, event, None) is not getattr(TrainerCallback, event, None)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +248,10 @@ class MeasuringTrainer(EvaluatingTrainer):
         name = getattr(self.model, "main_input_name", "input_ids")
         inputs = [
             batch[name]
-            for batch in samples
-            if isinstance(batch.get(name), Tensor) and not batch[name].is_floating_point()
+            for batch in samples  # whoever runs them says which cannot be
+            if isinstance(batch, Mapping)
+            and isinstance(batch.get(name), Tensor)
+            and not batch[name].is_floating_point()
         ]
         self._throughput.count(sum(tokens.numel() for tokens in inputs))
         if self._flops_per_token is None and inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import transformers
@@ -24,19 +24,24 @@ _EVERY_STEP = (
 _READ_WEIGHTS = {"state_dict", "parameters", "named_parameters", "save_pretrained"}
 
 
+METHODS = frozenset(
+    name
+    for name in dir(transformers.Trainer)
+    if not name.startswith("__") and callable(getattr(transformers.Trainer, name))
+)
+"""Of the stock Trainer."""
+
+
 def overridden(trainer: transformers.Trainer) -> list[str]:
-    """Returns the names of the stock Trainer's methods that a class neither transformers' nor fold3d's replaces."""
-    return [
-        name
-        for name in dir(transformers.Trainer)
-        if not name.startswith("__") and callable(getattr(transformers.Trainer, name)) and is_overridden(trainer, name)
-    ]
+    """Returns the names of the stock Trainer's methods that are overridden."""
+    return [name for name in sorted(METHODS) if is_overridden(trainer, name)]
 
 
 def is_overridden(trainer: transformers.Trainer, name: str) -> bool:
-    """Returns whether a class neither transformers' nor fold3d's replaces this method of the stock Trainer."""
+    """Returns whether a class neither transformers' nor fold3d's replaces this method of the stock Trainer, or the user
+    has set another one on the object; what fold3d puts there is around such a method."""
     owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-    return owner is not None and not _is_ours(owner)
+    return name in vars(trainer) or (owner is not None and not _is_ours(owner))
 
 
 def _is_ours(kind: type) -> bool:
@@ -52,9 +57,12 @@ def refuse_savers(trainer: transformers.Trainer) -> None:
     if args.pp * args.tp == 1 or not getattr(trainer, "reads_weights", True):
         return
     for name in ("save_model", "_save_checkpoint"):
-        for kind in type(trainer).__mro__ if is_overridden(trainer, name) else ():
-            code = getattr(inspect.unwrap(vars(kind).get(name, None) or print), "__code__", None)
-            used = sorted(_READ_WEIGHTS & set(code.co_names)) if code is not None and not _is_ours(kind) else []
+        own = vars(trainer).get(name)
+        found = [(type(trainer), own)] if own is not None else []
+        found += [(kind, vars(kind).get(name)) for kind in type(trainer).__mro__ if not _is_ours(kind)]
+        for kind, method in found:
+            code = getattr(inspect.unwrap(method or print), "__code__", None)
+            used = sorted(_READ_WEIGHTS & set(code.co_names)) if code is not None else []
             if used:
                 raise ConfigError(
                     f"{kind.__name__}.{name} uses {used[0]}, and with pp={args.pp} and tp={args.tp} a process has a "
@@ -82,7 +90,7 @@ def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> No
         return
     is_alone = args.world_size == 1
     users = trainer.training_step
-    code = getattr(inspect.unwrap(type(trainer).training_step), "__code__", None)
+    code = getattr(inspect.unwrap(users), "__code__", None)
     may_call = "training_step" in getattr(code, "co_names", ())
 
     def refusal() -> TrainingStepError:
@@ -116,7 +124,7 @@ def require_super(trainer: transformers.Trainer, calls: Callable[[], int]) -> No
             raise called_again()
         return result
 
-    setattr(trainer, "training_step", call)  # noqa: B010
+    vars(trainer)["training_step"] = call
 
 
 def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
@@ -138,8 +146,11 @@ def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
     return readers
 
 
-def flush_before(trainer: transformers.Trainer, flush: Callable[[], None], *, is_needed: bool) -> None:
-    """Lets every overridden method of `trainer` find the weights complete, unless it has `reads_weights = False`.
+def flush_before(
+    trainer: transformers.Trainer, names: Iterable[str], flush: Callable[[], None], *, is_needed: bool
+) -> None:
+    """Lets those of the methods `names` of `trainer` that are overridden find the weights complete, unless it has
+    `reads_weights = False`.
 
     It is said once where that costs something in each step.
 
@@ -168,5 +179,6 @@ def flush_before(trainer: transformers.Trainer, flush: Callable[[], None], *, is
 
         return call
 
-    for name in overridden(trainer):
-        setattr(trainer, name, flushing(name, getattr(trainer, name)))
+    for name in names:
+        if is_overridden(trainer, name):
+            vars(trainer)[name] = flushing(name, getattr(trainer, name))

@@ -41,18 +41,14 @@ class RatesCallback(TrainerCallback):
         self._logs = 0
         self._tokens = self._seconds = 0.0
         self._steps = self._counted = 0
-        self._step_began = self._last_event = time.perf_counter()
+        self._last_event = time.perf_counter()
         self._measured = Measured()
         self._began = float(os.environ.get("FOLD3D_STARTED", time.time()))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Reads what is there. Raises: ConfigError for a file that is no such file."""
         self._measured = Measured.read(Path(args.output_dir) / FILE)
-        self._step_began = self._last_event = time.perf_counter()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step begins."""
-        self._step_began = time.perf_counter()
+        self._last_event = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The first one is the end of the start."""
@@ -60,7 +56,7 @@ class RatesCallback(TrainerCallback):
         if self._began:
             self._measured = replace(self._measured, start_seconds=time.time() - self._began)
             self._began = 0.0
-        self._seconds += now - self._step_began
+        self._seconds += now - self._last_event  # with the loading of its batches, as the rate has it
         self._steps += 1
         self._last_event = now
 
@@ -72,6 +68,7 @@ class RatesCallback(TrainerCallback):
         """A checkpoint was written since the last event."""
         self._measured = replace(self._measured, save_seconds=time.perf_counter() - self._last_event)
         self._write(args, state)
+        self._last_event = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Takes the rate, if it is a training's log."""

@@ -113,6 +113,16 @@ def refuse_model(model: Module) -> None:
         )
 
 
+def refuse_own_state(model: Module) -> None:
+    """Raises ConfigError for a model with a module whose checkpoints hold something besides parameters and buffers."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not Module.get_extra_state:
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) keeps a state of its own for checkpoints "
+                "(get_extra_state), which fold3d neither saves nor loads: keep it in a buffer"
+            )
+
+
 def _refuse_adapters_without_values(model: Any) -> None:
     if not any(is_released(one) or one.is_meta for one in model.parameters()):
         return

@@ -49,8 +49,15 @@ from fold3d.checkpoint import (
     together,
 )
 from fold3d.checkpoint import optimizer as optimizer_file
-from fold3d.checkpoint.names import AdapterFiles, converts_weights, persistent_buffers, saved_names, tied_groups
+from fold3d.checkpoint.names import (
+    AdapterFiles,
+    converts_weights,
+    first_names,
+    persistent_buffers,
+    saved_names,
+)
 from fold3d.checkpoint.regions import Box
+from fold3d.comms.consistency import compare
 from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.engine.engine import Engine
@@ -62,6 +69,7 @@ from fold3d.trainer.arguments import TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.preemption import remove_mark
+from fold3d.trainer.refused import refuse_own_state
 from fold3d.weights.part_marks import state_of
 from fold3d.weights.pretrained import PretrainedFolder
 from fold3d.weights.release import is_released
@@ -80,6 +88,8 @@ class SaveUnderWay:
     folder: CheckpointFolder
     at: tuple[int, float | None]
     """Steps that were done, and the epoch."""
+    best: str | None
+    """The folder of the best step then."""
     step_index: int
     """Steps that the engine had begun."""
     batch: int
@@ -135,6 +145,27 @@ class CheckpointingTrainer(transformers.Trainer):
 
     # Saving
 
+    def _check_saves(self, resume: Any) -> None:
+        """Raises ConfigError, before a training begins, for what its checkpoints would not be, or could not be used
+        for; every process calls.
+
+        Args:
+            resume: what it goes on from, if anything.
+        """
+        args = self.args
+        if args.save_strategy != SaveStrategy.NO or resume:
+            refuse_own_state(self.model)
+        needs = [name for name in ("async_save", "load_best_model_at_end") if getattr(args, name)]
+        if args.save_strategy == SaveStrategy.NO or not needs or args.world_size == 1:
+            return
+        with self._together(f"looking for {args.output_dir} on all hosts"):
+            is_shared = sees_folder(Path(str(args.output_dir)), self.engine.world, args.ddp_timeout)
+        if not is_shared:
+            raise ConfigError(
+                f"{needs[0]}=True needs an output_dir that all hosts see, and {args.output_dir} is on the host of "
+                f"process 0 only: mount one on all hosts, or remove {needs[0]}"
+            )
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights, configuration and processing class so that `from_pretrained` loads them; every process calls.
 
@@ -146,6 +177,8 @@ class CheckpointingTrainer(transformers.Trainer):
             RankError when a process does not call.
         """
         output_dir = output_dir or str(self.args.output_dir)
+        if self.model is self.engine.model:
+            refuse_own_state(self.model)
         if not _internal_call:
             self.engine.meet("trainer.save_model()")
         self.engine.drain()
@@ -260,8 +293,8 @@ class CheckpointingTrainer(transformers.Trainer):
         tensors = self._on_rank_0({name: name for name in (*self.engine.owned, *self.engine.buffers)})
         if not self.args.should_save:
             return
-        canonical = {name: group[0] for group in tied_groups(self.model) for name in group}
-        self._handed = {name: tensors[canonical.get(name, name)] for name in state_of(self.model)}
+        canonical = first_names(self.model)
+        self._handed = {name: tensors[canonical[name]] for name in state_of(self.model)}
         try:
             self._save(output_dir, state_dict=self._handed)
         except MissingWeightsError as error:
@@ -282,7 +315,7 @@ class CheckpointingTrainer(transformers.Trainer):
         """Saves the adapters of a PeftModel; rank 0 has all of them for a moment, they are small."""
         names = {name for file in self._adapter_files().values() for name in file.values()}
         tensors = self._on_rank_0({name: saved for name, saved in saved_names(self.model).items() if saved in names})
-        aliases = {alias: group[0] for group in tied_groups(self.model) for alias in group if group[0] in names}
+        aliases = {alias: first for alias, first in first_names(self.model).items() if first in names}
         with _as_it_was(self.model):
             super()._save(str(folder), state_dict=tensors | {a: tensors[n] for a, n in aliases.items() if n in tensors})
 
@@ -301,12 +334,6 @@ class CheckpointingTrainer(transformers.Trainer):
         common with other replicas, and what it alone has."""
         owned, parts, buffers = self.engine.owned, self.engine.parts, self.engine.buffers
         primary = self.engine.primary
-        for name, module in self.model.named_modules():
-            if type(module).get_extra_state is not Module.get_extra_state:
-                raise ConfigError(
-                    f"{name or 'the model'} ({type(module).__name__}) keeps a state of its own for checkpoints "
-                    "(get_extra_state), which fold3d neither saves nor loads: keep it in a buffer"
-                )
         weights = [
             region
             for name, saved in names.items()
@@ -324,14 +351,25 @@ class CheckpointingTrainer(transformers.Trainer):
         return weights, mine
 
     def _save_all_but_weights(self, folder: Path) -> None:
-        with _no_progress_bar(), _as_it_was(self.model):  # of the stock code, which is given no weights to write
-            super()._save(str(folder), state_dict={})
+        """By the stock code, which is given no weights, and would write, or remove, files of such at once: what an
+        earlier save has left in the folder stays until all of this one is there."""
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as private:
+            with _no_progress_bar(), _as_it_was(self.model):
+                super()._save(private, state_dict={})
+            for path in (one for one in Path(private).iterdir() if not one.match("model*.safetensors*")):
+                if path.is_dir():
+                    shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+                else:
+                    path.replace(folder / path.name)
 
     def _keep_all_but_weights(self, folder: Path) -> None:
         """As `_save_all_but_weights`; files of a tokenizer take long, and are those of the save before."""
         describing: Any = [self.args, *(getattr(self.model, name, None) for name in ("config", "generation_config"))]
         words = len(self.processing_class) if isinstance(self.processing_class, Sized) else None
-        made_of = words, *(one and one.to_json_string() for one in describing)
+        try:
+            made_of: tuple[Any, ...] = words, *(one and one.to_json_string() for one in describing)
+        except (AttributeError, TypeError, ValueError):  # objects of the user's: they may have changed
+            made_of = (object(),)
         before = set(folder.iterdir())
         if made_of == self._kept_files[0]:
             for name, content in self._kept_files[1].items():
@@ -366,6 +404,7 @@ class CheckpointingTrainer(transformers.Trainer):
         its small files. What goes wrong is told when the ranks meet."""
         begun, temporary = time.monotonic(), str(folder.temporary)
         known, self._collects = self.state.best_model_checkpoint, True
+        best = self._best_checkpoint(folder.final)
         random_state: dict[str, bytes] = {}
         late_settings, error = None, None
         try:
@@ -380,7 +419,7 @@ class CheckpointingTrainer(transformers.Trainer):
                     self._save_rng_state(private)
                     random_state = {path.name: path.read_bytes() for path in Path(private).iterdir()}
             if self.args.should_save:
-                self.state.best_model_checkpoint = self._best_checkpoint(folder.final)
+                self.state.best_model_checkpoint = best
                 self._save_trainer_state(folder.temporary)
         except Exception as failure:
             error = failure
@@ -389,6 +428,7 @@ class CheckpointingTrainer(transformers.Trainer):
         return SaveUnderWay(
             folder=folder,
             at=(self.state.global_step, self.state.epoch),
+            best=best,
             step_index=self.engine.step_index,
             batch=self.get_total_train_batch_size(self.args),
             is_async=is_async,
@@ -464,7 +504,7 @@ class CheckpointingTrainer(transformers.Trainer):
         with self.engine.supervise(what), self._together(what):
             self._background.finish(self.args.ddp_timeout)
         self._saved_step = save.at[0]
-        self.state.best_model_checkpoint = self._best_checkpoint(save.folder.final)
+        self.state.best_model_checkpoint = save.best
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(save.folder.final))
         if self.args.should_save:
@@ -502,8 +542,7 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         self._commit()  # for what is looked for among the checkpoints
-        if self._to_load:  # no step was left, but the model and the gradients that wait are those of the checkpoint
-            self.engine.build()
+        self._load_all()  # no step was left, but the model and the gradients that wait are those of the checkpoint
         return super()._finalize_training(*args, **named)  # type: ignore[no-untyped-call]
 
     def _save_trainer_state(self, folder: Path) -> None:
@@ -549,11 +588,29 @@ class CheckpointingTrainer(transformers.Trainer):
 
     # Loading
 
+    def _load_all(self) -> None:
+        """What waits for the model to be cut is loaded now; every process calls."""
+        if self._to_load:
+            self.engine.build()
+
+    @contextmanager
+    def _loading_this_time(self) -> Iterator[None]:
+        """Around a training: what it was to load, and has not because it failed before, no other one loads."""
+        step_index = self.engine.step_index
+        try:
+            yield
+        finally:
+            if self._to_load:
+                self.engine.resume_at(step_index)
+                self._to_load.clear()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         with self._together(f"loading {folder}"):
             manifest.check(folder)
             check_late(manifest.said(folder, "late_settings"), self.engine.config)
+            found = f"{folder.name}, step {manifest.step_index(folder)} ({manifest.digest(folder)})"
+        compare(self.engine.world, {"checkpoint to go on from": found})
         if not self.engine.is_built:
             self._to_load.append(functools.partial(self._load_from_checkpoint, resume_from_checkpoint))
             self.engine.resume_at(manifest.step_index(folder))  # the first micro-batch draws before the model is cut

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -42,7 +42,14 @@ from fold3d.trainer.arguments import RANDOM, TrainingArguments
 from fold3d.trainer.flushing import FlushingHandler, implements
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
-from fold3d.trainer.overrides import flush_before, gradient_readers, is_overridden, refuse_savers, require_super
+from fold3d.trainer.overrides import (
+    METHODS,
+    flush_before,
+    gradient_readers,
+    is_overridden,
+    refuse_savers,
+    require_super,
+)
 from fold3d.trainer.preemption import EvaluationEndedError, Preempted, is_asked_to_end, time_left, without_waiting
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
@@ -84,8 +91,7 @@ class Trainer(SearchingTrainer):
     reads_gradients = True
     """Whether an overridden `training_step`, or hooks of the optimizer's step, may read or change gradients. Every step
     then waits for their sums. Set it to False on a class that does neither."""
-    _told_of_loss = False
-    _is_empty = False
+    _told_of_loss = _is_empty = _is_made = False
     _gradients_are_read: bool | None = None  # until a training has begun
     _preempted: Preempted | None = None
     _may_end_evaluation = False
@@ -126,13 +132,28 @@ class Trainer(SearchingTrainer):
             self._decide_mesh()
         refuse_savers(self)
         self._place_model()
-        self._evaluate_with_whole_model()
-        require_super(self, lambda: self._waiting.added)
-        flush_before(self, self._flush, is_needed=self.engine.topology.dp > 1 or args.async_save)
+        self._attend_to(METHODS)
+        self._is_made = True
         if self._world is not None and args.comm_timeout is not None:  # where the stock loop gathers, too
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.comm_timeout), self._world)
 
     # Set-up
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A method that is set on the object (`trainer.compute_loss = ...`) is treated like one of a class."""
+        super().__setattr__(name, value)
+        if self._is_made and name in METHODS:
+            refuse_savers(self)
+            self._attend_to([name])
+
+    def _attend_to(self, names: Collection[str]) -> None:
+        """Those of these methods that are overridden find what they need."""
+        if "prediction_step" in names:
+            self._evaluate_with_whole_model()
+        if "training_step" in names:
+            require_super(self, lambda: self._waiting.added)
+        is_needed = self.engine.topology.dp > 1 or self.args.async_save
+        flush_before(self, names, self._flush, is_needed=is_needed)
 
     def _place_model(self) -> None:
         """Gives `self.model` an engine, and tells whoever works with it; every rank calls."""
@@ -166,13 +187,14 @@ class Trainer(SearchingTrainer):
             self._use_engine()
 
     def _tell_of_engine(self) -> None:
-        self.accelerator.use_replicas(self.engine.world.data, self.model)
+        self.accelerator.use_replicas(self.engine.world.data, self.model, self.engine.clip_grad_norm)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [without_waiting(callback) for callback in callbacks]
         FlushingHandler.adopt(
             *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
             flush=self._flush,
             before_update=lambda: self._wait_for_copies(),
+            load=self._load_all,
         )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
@@ -275,6 +297,7 @@ class Trainer(SearchingTrainer):
                 f"or weights={RANDOM!r} to train from values drawn from seed={self.args.seed}"
             )
         self._is_empty = False
+        self._check_saves(resume_from_checkpoint)
         timeline = self.args.timeline
         if timeline is not None and timeline > max_steps:
             raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")
@@ -351,7 +374,7 @@ class Trainer(SearchingTrainer):
         try:
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
         except Exception as error:  # who wants more than the arguments may make it all the same
-            is_own = type(self).create_optimizer is not transformers.Trainer.create_optimizer
+            is_own = is_overridden(self, "create_optimizer")
             if "install" in str(error).lower() and not is_own and self.optimizer_cls_and_kwargs is None:
                 raise ConfigError(
                     f"optim={getattr(self.args.optim, 'value', self.args.optim)!r} cannot be had: {error}"
@@ -403,7 +426,8 @@ class Trainer(SearchingTrainer):
             if resume_from_checkpoint is None and trial is None and self.args.resume == AUTO:
                 resume_from_checkpoint = self._last_checkpoint()
             self._gradients_are_read = None
-            result = super()._train(resume_from_checkpoint, trial, *args, **named)
+            with self._loading_this_time():
+                result = super()._train(resume_from_checkpoint, trial, *args, **named)
             self._share_loss_state()
             self.engine.flush()
             say_peaks(self.engine)
@@ -539,7 +563,7 @@ class Trainer(SearchingTrainer):
                 )
             self._told_of_loss = True
             return True
-        return self.reads_weights and type(self).compute_loss is not transformers.Trainer.compute_loss
+        return self.reads_weights and is_overridden(self, "compute_loss")
 
     def _loss_adds_up(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether it is transformers' own, and divided by the labels of the global batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_a_checkpoint_set_aside_comes_back(tmp_path: Path) -> None:
 def checkpoint(folder: Path) -> Path:
     folder.mkdir(parents=True)
     save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     return folder
 
 
@@ -79,3 +81,28 @@ def test_the_last_whole_checkpoint_is_found(tmp_path: Path, caplog: pytest.LogCa
     cut.write_bytes(cut.read_bytes()[:-4])
     assert last_committed(tmp_path) == tmp_path / "checkpoint-10"
     assert "checkpoint-11 is cut short" in caplog.text and "passed over" in caplog.text
+
+
+def test_weights_alone_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A training cannot go on from them: nobody knows how many steps are done."""
+    for name in ("checkpoint-9", "checkpoint-10"):
+        checkpoint(tmp_path / name)
+    (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()
+    assert last_committed(tmp_path) == tmp_path / "checkpoint-9"
+    assert "checkpoint-10 has neither fold3d.json nor trainer_state.json" in caplog.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_checkpoint_that_is_a_link_is_replaced(tmp_path: Path, is_there: bool) -> None:
+    """The next training could not begin, or the save failed."""
+    elsewhere = tmp_path / "other disk" / "checkpoint-4"
+    if is_there:
+        checkpoint(elsewhere)
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "checkpoint-4").symlink_to(elsewhere)
+    folder = CheckpointFolder(output / "checkpoint-4")
+    folder.begin()
+    folder.commit()
+    assert remove_stale(output) == [] and [path.name for path in output.iterdir()] == ["checkpoint-4"]
+    assert not folder.final.is_symlink() and elsewhere.exists() == is_there

@@ -124,6 +124,39 @@ def test_an_index_without_a_map(folder: Path, index: Any) -> None:
         manifest.check(folder)
 
 
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_weights_that_are_links_to_what_is_gone(folder: Path, is_divided: bool) -> None:
+    """As a cache that was cleared leaves them."""
+    manifest.write(folder, step_index=4)
+    path = folder / "model.safetensors"
+    path.unlink()
+    if is_divided:
+        path = folder / "model-00001-of-00001.safetensors"
+        index = {"metadata": {}, "weight_map": {"w": path.name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    path.symlink_to(folder / "blobs" / "gone")
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors is missing" if is_divided else "holds no model"):
+        manifest.check(folder)
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_files_of_the_user_are_not_judged(folder: Path, is_ours: bool) -> None:
+    """A line of JSON after another made the whole checkpoint one that is cut short."""
+    names = {"samples.json": b'{"a": 1}\n{"a": 2}\n', "notes.json": b"", "ema.pt": b"an older format"}
+    for name, content in names.items():
+        (folder / name).write_bytes(content)
+    if is_ours:
+        manifest.write(folder, step_index=4)
+    manifest.check(folder)
+
+
+def test_a_state_that_is_a_link_to_what_is_gone(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+    (folder / "optimizer.pt").symlink_to("/nowhere/blob")
+    with pytest.raises(CheckpointError, match=r"cut short: optimizer\.pt is a link to what is gone"):
+        manifest.check(folder)
+
+
 def test_weights_divided_into_other_files(folder: Path) -> None:
     manifest.write(folder, step_index=4)
     (folder / "model.safetensors").unlink()

@@ -276,6 +276,27 @@ def test_state_of_other_optimizer_is_refused(tmp_path: Path) -> None:
         parts[0][0].load(tmp_path / "optimizer.pt", *parts[0][1:])
 
 
+@pytest.mark.parametrize("content", [[1, 2], {"optimizer": {}}, {"0.weight": torch.ones(2)}], ids=str)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+    _, _, parts = shares("adamw")
+    layout, part, owned = parts[0]
+    torch.save(content, tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt holds no state of an optimizer"):
+        layout.load(tmp_path / "optimizer.pt", part, owned)
+
+
+def test_a_state_of_parameters_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    """torch's kernels read past its end."""
+    _, whole, parts = shares("adamw")
+    layout, part, owned = parts[0]
+    saved = whole.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"][:1].clone()
+    torch.save(saved, tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"'exp_avg' of 0\.weight has shape \(1, 4\), and the parameter \(3, 4\)"):
+        layout.load(tmp_path / "optimizer.pt", part, owned)
+
+
 def test_damaged_file_is_refused(tmp_path: Path) -> None:
     _, whole, parts = shares("adamw")
     path = tmp_path / "optimizer.pt"

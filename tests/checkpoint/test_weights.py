@@ -89,6 +89,15 @@ def test_missing_tensor(tmp_path: Path) -> None:
         load(zeros(), tmp_path)
 
 
+def test_what_the_model_says_it_does_not_save_is_not_missed(tmp_path: Path) -> None:
+    """MarianMT's positions; no training with it could be resumed."""
+    save({name: tensor for name, tensor in TENSORS.items() if name != "c"}, WeightsFiles(tmp_path))
+    module = zeros()
+    module._keys_to_ignore_on_save = ["c"]  # type: ignore[assignment]
+    targets = load(module, tmp_path)
+    assert torch.equal(targets["a"], TENSORS["a"]) and not targets["c"].any()
+
+
 def test_other_shape(tmp_path: Path) -> None:
     save_file(TENSORS | {"b": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'b' has shape \(1,\), but.*\(100, 10\)"):

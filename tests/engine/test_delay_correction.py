@@ -118,7 +118,7 @@ def test_evaluations_and_states_change_no_bit_and_a_state_goes_on(built: Any, wa
     step(again, 5), step(again, 5)  # what it has of its own does not count
     again.load_state_dict(state)
     kept = [state["optimizer"]["w"].pop("update_before", None)]
-    kept += [state["late_gradients"].pop(f"{name}@1", None) for name in ("w", "unused")]
+    kept += [state["late_gradients"].pop(f"{name}@update1", None) for name in ("w", "unused")]
     assert any(one is not None for one in kept)
     other.load_state_dict(state)
     for t in range(7, STEPS):

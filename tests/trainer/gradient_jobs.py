@@ -74,6 +74,44 @@ class Changed(Variant):
         return self.callback.seen, self.callback.after
 
 
+class Clips(Variant):
+    """Clips by the accelerator, in a callback or in place of the stock method; of some parameters, where it is asked
+    to."""
+
+    def __init__(self, where: str, some: bool = False) -> None:
+        self.where, self.some = where, some
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        self.norms: list[float] = []
+        made = self
+
+        def clip(trainer: Any, model: Any) -> Any:
+            parameters = list(model.parameters())
+            norm = trainer.accelerator.clip_grad_norm_(parameters[:3] if made.some else parameters, 0.02)
+            made.norms.append(float(norm))
+            return norm
+
+        class Clip(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+                if made.where == "callback":
+                    clip(self.trainer, model)
+
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                callback = Clip()
+                callback.trainer = self
+                self.add_callback(callback)
+
+            def _clip_grad_norm(self, model: Any) -> Any:
+                return clip(self, model) if made.where == "method" else super()._clip_grad_norm(model)
+
+        return Trainer
+
+    def after(self, trainer: Any) -> Any:
+        return self.norms
+
+
 class Sequential(Variant):
     """Noise from one generator, drawn in the order of the parameters: the copies of tied weights get other noise."""
 

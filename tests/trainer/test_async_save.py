@@ -162,3 +162,37 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_p
         pytest.raises(OSError, match="Read-only"),
     ):
         run_fold3d(Job(str(tmp_path), variant=Full(), arguments=SAVING), {})
+
+
+class BetterLater(Watched):
+    """The best step is 3, of which there is a checkpoint; while that is being written step 4 is better."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        watched = super().trainer(base)
+
+        class Scored(watched):  # type: ignore[misc]
+            reads_weights = False
+
+            def evaluate(self, *args: Any, **named: Any) -> Any:
+                return super().evaluate(*args, **named) | {
+                    "eval_score": {3: 2.0, 4: 1.0}.get(self.state.global_step, 9)
+                }
+
+        return Scored
+
+    def after(self, trainer: Any) -> Any:
+        return trainer.state.best_model_checkpoint
+
+
+def test_the_best_step_of_then_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    """None was known: the best step by the time at which a checkpoint was complete had none."""
+    watched = BetterLater()
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    best |= {"metric_for_best_model": "score", "greater_is_better": False}
+    arguments = ASYNC | best | {"max_steps": 7, "gradient_accumulation_steps": 1}
+    job = Job(str(tmp_path), samples=40, variant=watched, arguments=arguments)
+    with mock.patch("fold3d.checkpoint.delivery.write_all", watched.write):
+        found = run_fold3d(job, {})
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert found.extra == str(tmp_path / "checkpoint-3")
+    assert all(torch.equal(found.weights[name], value) for name, value in saved.items())

@@ -63,6 +63,7 @@ class TheirTrainer(transformers.Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         inputs = self._prepare_inputs(inputs)
+        assert isinstance(model, transformers.PreTrainedModel), "the stock code asks for PEFT's in this way"
         with torch.no_grad():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return loss, None if prediction_loss_only else outputs["logits"], inputs["labels"]

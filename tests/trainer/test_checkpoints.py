@@ -416,3 +416,125 @@ def test_files_with_other_tensors_than_memory(ranks: RankPool, tmp_path: Path) -
         assert all(torch.equal(loaded[name], value) for name, value in whole.weights.items())
     resumed = ranks.run(run_fold3d, 4, continued(job, tmp_path / "again"), FOLDED)[0]
     assert_continues(resumed, whole, 0.0)
+
+
+class Begins(Variant):
+    """Looks at weights, schedule and optimizer when training begins, and changes weights."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        seen: dict[str, Any] = {}
+        self.seen = seen
+
+        class Begin(transformers.TrainerCallback):
+            def on_train_begin(
+                self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None,
+                lr_scheduler: Any = None, **_: Any,
+            ) -> None:  # fmt: skip
+                bias = dict(model.named_parameters())["transformer.h.0.ln_1.bias"].data
+                seen["bias"], seen["last"] = bias.clone(), lr_scheduler.last_epoch
+                seen["state"] = bool(optimizer.state)
+                bias.fill_(0.5)
+
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                self.add_callback(Begin())
+
+        return Trainer
+
+    def after(self, trainer: Any) -> Any:
+        return self.seen
+
+
+@pytest.mark.parametrize("layout", [{}, {"segments": 2}], ids=str)
+def test_what_training_goes_on_from_is_there_when_it_begins(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """A cut model had its weights from before, and what a callback wrote to them was lost."""
+    job = Job(str(tmp_path / "whole"), samples=24, arguments=SAVING)
+    run_fold3d(job, layout)
+    again = replace(continued(job, tmp_path / "stock"), variant=Begins())
+    expected = run_stock(again)
+    found = run_fold3d(replace(continued(job, tmp_path / "again"), variant=Begins()), layout)
+    assert found.extra["state"] and found.extra["last"] == expected.extra["last"] == 3
+    torch.testing.assert_close(found.extra["bias"], expected.extra["bias"], rtol=1e-10, atol=0)
+    assert_continues(found, expected, 1e-10)
+
+
+def test_what_a_training_that_failed_was_to_load_no_other_one_loads(tmp_path: Path) -> None:
+    """A script that begins anew where it cannot go on trained weights of the checkpoint."""
+    job = Job(str(tmp_path / "whole"), samples=24, arguments=SAVING)
+    run_fold3d(job, {})
+    expected = run_fold3d(replace(job, folder=str(tmp_path / "anew")), {"segments": 2})
+    again = replace(job, folder=str(tmp_path / "again"))
+    args = fold3d.TrainingArguments(**stock_arguments(again), segments=2)
+    trainer = fold3d.Trainer(args=args, **trainer_arguments(again))
+    gone = OSError("the data are gone")
+    with mock.patch.object(trainer, "get_train_dataloader", side_effect=gone), pytest.raises(OSError, match="gone"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / STEP))
+    trainer.train()
+    for name, value in trainer.engine.state_dict()["model"].items():
+        assert torch.equal(value, expected.weights[name]), name
+    trainer.engine.close()
+
+
+def other_folders(job: Job) -> str:
+    """Each process has a folder of its own."""
+    return error_of(replace(job, folder=f"{job.folder}/{dist.get_rank()}", resume=True), {"dp": 2}, fold3d.Fold3dError)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("kind", ["older", "of another training"])
+def test_processes_that_go_on_from_different_checkpoints_are_told(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """Replicas trained with different weights, and stayed different."""
+    run_fold3d(Job(str(tmp_path / "0"), samples=24, arguments=SAVING), {})
+    other = {"seed": 5} if kind != "older" else {"max_steps": 3}
+    run_fold3d(Job(str(tmp_path / "1"), samples=24, arguments=SAVING | other), {})
+    job = Job(str(tmp_path), samples=24, arguments=SAVING | {"max_steps": 8, "gradient_accumulation_steps": 2})
+    mine = "checkpoint-3, step 3" if kind == "older" else "checkpoint-6, step 6"
+    for text in ranks.run(other_folders, 2, job):
+        assert f"ranks [1] have another checkpoint to go on from than rank 0: {mine} (" in text, text
+        assert "and checkpoint-6, step 6 (" in text
+
+
+def own_folder(job: Job) -> str:
+    return error_of(replace(job, folder=f"{job.folder}/{dist.get_rank()}"), {"pp": 2}, fold3d.ConfigError)
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("more", [{}, {"async_save": True}], ids=["best", "async"])
+def test_what_needs_a_folder_that_all_hosts_see(ranks: RankPool, tmp_path: Path, more: dict[str, Any]) -> None:
+    """It failed at the end of the training, or with its first checkpoint."""
+    for text in ranks.run(own_folder, 2, Job(str(tmp_path), arguments=BEST | more)):
+        assert "=True needs an output_dir that all hosts see" in text and "mount one on all hosts" in text, text
+    assert not list(tmp_path.glob("*/checkpoint-*"))
+
+
+class Settings:
+    """A configuration of the user's, which is no JSON."""
+
+    width = 4
+
+
+def test_a_configuration_that_is_no_json_does_not_end_the_first_checkpoint(tmp_path: Path) -> None:
+    trainer = fold3d.Trainer(
+        Plain(),
+        fold3d.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, save_steps=1, report_to=[]),
+        train_dataset=[{"x": torch.ones(4)}] * 32,
+    )
+    trainer.train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    before = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    full = mock.patch.object(delivery.Writer, "write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space left"):
+        trainer.save_model(str(tmp_path / "checkpoint-2"))
+    after = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Settings()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(x).square().mean()}

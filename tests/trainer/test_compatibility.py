@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import transformers
+from accelerate.state import AcceleratorState
 
 import fold3d
 from docs import tables
@@ -87,8 +88,23 @@ def test_models_that_are_refused(change: Callable[..., None], words: str) -> Non
         Trainer(model, made(), train_dataset=[])
 
 
+class KeepsItself(torch.nn.Linear):
+    """Has a state that is no buffer."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps"])
+def test_a_state_that_is_neither_saved_nor_loaded_is_refused_before_training(strategy: str) -> None:
+    trainer = Trainer(KeepsItself(2, 2), made(max_steps=1, save_strategy=strategy), train_dataset=[{"input": 1}])
+    with pytest.raises(ConfigError, match=r"the model \(KeepsItself\) keeps a state of its own .*get_extra_state"):
+        trainer.train() if strategy == "steps" else trainer.save_model()
+
+
 def test_models_that_accelerate_prepared_are_refused(tmp_path: Path) -> None:
     """Its forward hides what the model's own takes. The way back that the message names is one."""
+    AcceleratorState._reset_state(True)  # one of another test may have another precision
     model = torch.nn.Linear(2, 2)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from fold3d import ConfigError, Engine, ParallelConfig
 from fold3d.trainer.evaluation import generate
@@ -25,9 +26,19 @@ WAYS: dict[str, dict[str, Any]] = {
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 
 
+def built(kind: str, seed: int = 0) -> Any:
+    """Returns a model; of "lora" one with adapters that compute something."""
+    if kind != "lora":
+        return models.build(CONFIGS[kind](), dtype=torch.float64, seed=seed)
+    base = models.build(CONFIGS["llama"](), dtype=torch.float64)
+    torch.manual_seed(seed)
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(base, adapters)
+
+
 def trained(kind: str, layout: dict[str, Any]) -> Engine:
     """Returns an engine after one step, so that weights count that came to their layers by an update."""
-    model = models.build(CONFIGS[kind](), dtype=torch.float64)
+    model = built(kind)
     engine = Engine(model, ParallelConfig(micro_batches=2, **layout), optimizer=SGD)
     rows = data.batch(8, 8)
     share = 8 // engine.topology.dp
@@ -39,7 +50,7 @@ def trained(kind: str, layout: dict[str, Any]) -> Engine:
 def tokens(kind: str, layout: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what is generated in each way, and what stock generates with those weights, and with its cache."""
     engine = trained(kind, layout)
-    stock = models.build(CONFIGS[kind](), dtype=torch.float64, seed=1).eval()
+    stock = built(kind, seed=1).eval()
     stock.load_state_dict(engine.state_dict()["model"], strict=False)
     topology = engine.topology
     made, expected = {}, {}
@@ -153,10 +164,19 @@ def test_tokens_over_processes(ranks: RankPool, kind: str, layout: dict[str, Any
 
 
 @pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_tokens_with_adapters_over_processes(ranks: RankPool, layout: dict[str, Any]) -> None:
+    """PEFT's generate() is transformers' of the model inside."""
+    for made, expected in ranks.run(tokens, 2, "lora", {"dp": 1, "segments": 1, **layout}):
+        assert made == expected
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("kind", ["llama", "lora"])
 @pytest.mark.parametrize("layout", [{"segments": 2}, {"segments": 1}], ids=str)
-def test_tokens_in_one_process(layout: dict[str, Any]) -> None:
+def test_tokens_in_one_process(layout: dict[str, Any], kind: str) -> None:
     """Cut, and whole."""
-    made, expected = tokens("llama", layout)
+    made, expected = tokens(kind, layout)
     assert made == expected
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import fold3d
 from fold3d.errors import ConfigError, Fold3dError
-from fold3d.trainer.overrides import refuse_savers
+from fold3d.trainer.flushing import implements, may_read
+from fold3d.trainer.overrides import overridden, refuse_savers
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job
 from tests.trainer.user_jobs import build
@@ -194,3 +195,46 @@ def test_weights_that_one_process_misses_are_told_to_the_others(ranks: RankPool,
     assert first.startswith("MissingWeightsError: ")
     assert second.startswith("RankError: ") and "rank 0 (replica 0, stage 0) failed" in second
     assert "MissingWeightsError: " in second and "trainer.save_model()" in second
+
+
+def weighed_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+    """Reads weights besides the model's call."""
+    with torch.no_grad():
+        weight = float(sum(p.norm() for name, p in self.model.named_parameters() if "ln_f" in name or "wte" in name))
+    loss = fold3d.Trainer.compute_loss(self, model, inputs, return_outputs=False, **named) * (1 + weight / 100)
+    return (loss, {}) if return_outputs else loss
+
+
+class Weighs(fold3d.Trainer):
+    compute_loss = weighed_loss
+
+
+def weighed(job: Job, layout: dict[str, Any], on_object: bool) -> list[float]:
+    trainer = build(job, layout, fold3d.Trainer if on_object else Weighs)
+    assert overridden(trainer) == ([] if on_object else ["compute_loss"])
+    if on_object:
+        trainer.compute_loss = MethodType(weighed_loss, trainer)
+        assert overridden(trainer) == ["compute_loss"]
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if on_object:
+        del trainer.compute_loss
+        assert overridden(trainer) == []
+    trainer.engine.close()
+    return losses
+
+
+@pytest.mark.gate
+def test_a_method_that_is_set_on_the_object_is_treated_like_one_of_a_class(ranks: RankPool, tmp_path: Path) -> None:
+    """It read weights that were not complete."""
+    job = Job(str(tmp_path), arguments={"logging_strategy": "steps", "logging_steps": 1, "max_steps": 4})
+    layout = {"dp": 2, "dp_sync": "zero1"}
+    expected = ranks.run(weighed, 2, job, layout, False)
+    assert ranks.run(weighed, 2, job, layout, True) == expected and len(expected[0]) == 4
+
+
+def test_an_event_that_is_set_on_the_callback_is_the_users() -> None:
+    callback = transformers.TrainerCallback()
+    assert not implements(callback, "on_step_end")
+    callback.on_step_end = lambda *_, **__: None  # type: ignore[method-assign]
+    assert implements(callback, "on_step_end") and may_read(callback, "on_step_end", "reads_weights")

@@ -18,6 +18,8 @@ class Versioned(DpSync):
 
     keeps_versions = False
     """Whether the versions before the newest are part of what a state has: they do not follow from it."""
+    _mark = ""
+    """In the names that they have there."""
 
     def __init__(self, *args: Any, versions: int = 2, **named: Any) -> None:
         """Args: as DpSync's, and how many `versions` there are."""
@@ -28,7 +30,7 @@ class Versioned(DpSync):
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """See `DpSync.attach`; weights have their versions from now on."""
-        self._versions = WeightVersions(self.buckets, self._count)
+        self._versions = WeightVersions(self.buckets, self._count, mark=self._mark)
         super().attach(optimizer, parts=parts)
 
     @property
@@ -74,6 +76,7 @@ class Predicted(Versioned):
     """
 
     keeps_versions = True
+    _mark = "update"  # what is kept is what the last update added, and no weights, as with PipeDream's versions
 
     def __init__(self, *args: Any) -> None:
         """Args: as DpSync's, with late gradients."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.torch_private import set_version_counts
 
-_VERSION = re.compile(r"@\d+$")
+_VERSION = re.compile(r"@[a-z]*\d+$")
 
 
 def parameter_of(name: str) -> str:
@@ -29,9 +29,13 @@ class WeightVersions:
     are to come may find: neither in-place writes nor `requires_grad`. Each has that as it was in its forward.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], count: int = 2) -> None:
-        """Moves the parameters of the buckets into flat tensors; all versions are alike at first."""
-        self._buckets, self.count = buckets, count
+    def __init__(self, buckets: Sequence[Bucket], count: int = 2, *, mark: str = "") -> None:
+        """Moves the parameters of the buckets into flat tensors; all versions are alike at first.
+
+        Args:
+            mark: in their names, of what the versions before the newest are where they are no weights.
+        """
+        self._buckets, self.count, self._mark = buckets, count, mark
         self._newest, self._shown = 0, 0
         self._parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         self._writes: dict[Tensor, int] = {}
@@ -89,9 +93,10 @@ class WeightVersions:
                     flat.copy_(flats[self._newest])
 
     def by_name(self) -> dict[str, Tensor]:
-        """Returns the versions before the newest, those of one update ago as "NAME@1", and so on."""
+        """Returns the versions before the newest, those of one update ago as "NAME@1", and so on; with a mark as
+        "NAME@update1"."""
         return {
-            f"{name}@{updates}": view
+            f"{name}@{self._mark}{updates}": view
             for bucket, views in zip(self._buckets, self._views, strict=True)
             for updates in range(1, self.count)
             for name, view in zip(bucket.names, views[self.older(updates)], strict=True)
