@@ -219,7 +219,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     shadow = copy.deepcopy(model, memo)
-    drop_coat(shadow)
+    drop_coat(shadow, memo)
     for module in shadow.modules():
         drop_hooks(module, is_users)
         for name, buffer in module._buffers.items():

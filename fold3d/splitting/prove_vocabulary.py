@@ -138,7 +138,7 @@ def _twin(module: nn.Module, values: dict[str, Tensor], part: Callable[[Tensor],
     for name, parameter in module.named_parameters(recurse=False):
         memo[id(parameter)] = nn.Parameter(part(values[name]))
     twin = copy.deepcopy(module, memo)
-    drop_coat(twin)
+    drop_coat(twin, memo)
     drop_hooks(twin, lambda hook: True)
     for name, buffer in twin.named_buffers():
         if buffer.is_meta:

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 from inspect import unwrap
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -189,9 +189,14 @@ def row_beneath(module: nn.Module) -> Wrap | None:
     return row_of(found) if isinstance(found, BlockForward) and found is not own else None
 
 
-def drop_coat(copied: nn.Module) -> None:
+def drop_coat(copied: nn.Module, memo: Mapping[int, Any]) -> None:
     """Takes what is left of the coat off a deep copy, and forwards of others that are functions: these are not copied
-    and would run the original module. Bound methods, such as accelerate's, are bound to the copy."""
+    and would run the original module. Bound methods, such as accelerate's, are bound to the copy, and so are those that
+    they have around them, such as the forward that was there before (TRL's).
+
+    Args:
+        memo: of the copying.
+    """
     for module in copied.modules():
         drop_hooks(module, is_ours)
         _restore_attributes(module)
@@ -199,3 +204,27 @@ def drop_coat(copied: nn.Module) -> None:
         is_own = isinstance(own, MethodType) and own == MethodType(type(module).forward, module)
         if is_own or isinstance(own, (FunctionType, BlockForward)):
             del module.forward
+        elif isinstance(own, MethodType) and isinstance(own.__func__, FunctionType):
+            module.forward = MethodType(_of_copies(own.__func__, memo), own.__self__)
+
+
+def _of_copies(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """Returns a function whose variables are methods of copies, where they are methods of what was copied."""
+
+    def of_copy(cell: CellType) -> CellType:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it is not set yet
+            return cell
+        owner = memo.get(id(held.__self__)) if isinstance(held, MethodType) else None
+        return cell if owner is None else CellType(MethodType(held.__func__, owner))
+
+    cells = function.__closure__ or ()
+    made = tuple(map(of_copy, cells))
+    if made == cells:
+        return function
+    code, known, name = function.__code__, function.__globals__, function.__name__
+    found = FunctionType(code, known, name, function.__defaults__, made)
+    found.__kwdefaults__ = function.__kwdefaults__
+    vars(found).update(vars(function))
+    return found

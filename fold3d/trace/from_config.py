@@ -38,8 +38,15 @@ def model_from_config(path: str) -> nn.Module:
             "is no "
             'causal language model; set "architectures" in its config.json'
         )
-    with torch.device("meta"):
-        model: nn.Module = model_class(config)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class(config)
+    except Exception as error:  # of values that do not go together there is no end of kinds
+        raise ConfigError(
+            f"{path!r} makes no {getattr(model_class, '__name__', model_class)}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f'{path!r}: "architectures" names {architectures[0]!r}, which is no model')
     return model
 
 
@@ -49,7 +56,7 @@ def dtype_of_config(path: str) -> str | None:
 
     try:
         found, _ = transformers.PretrainedConfig.get_config_dict(path)
-    except (OSError, ValueError):  # `model_from_config` says it better
+    except (OSError, ValueError, AttributeError):  # `model_from_config` says it better
         return None
     dtype = found.get("dtype") or found.get("torch_dtype")
     return None if dtype is None else str(dtype).removeprefix("torch.")

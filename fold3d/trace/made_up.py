@@ -121,7 +121,7 @@ def _with_values(module: nn.Module, value: Any) -> nn.Module:
                 real = value(tensor)
                 memo[id(tensor)] = nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
     made = copy.deepcopy(module, memo)
-    drop_coat(made)
+    drop_coat(made, memo)
     for one in made.modules():
         unwrap_call(one)
         drop_hooks(one, lambda _: True)

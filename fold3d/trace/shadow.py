@@ -265,7 +265,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
         ) from error
     for parameter in frozen:
         parameter.requires_grad_(False)
-    drop_coat(shadow)
+    drop_coat(shadow, memo)
     for module in shadow.modules():
         drop_hooks(module, is_users)
 

@@ -9,6 +9,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -149,10 +150,28 @@ def test_copies_are_without_it(how: Callable[[nn.Module], nn.Module]) -> None:
         copied.load_state_dict(copied.state_dict())
         assert not called
         assert b"fold3d" not in pickle.dumps(module), "who reads it may not have fold3d"
-        drop_coat(copied)
+        drop_coat(copied, {})
         assert "forward" not in vars(copied)
     if how is copy.deepcopy:
         assert not copied._forward_pre_hooks and not copied._forward_hooks
+
+
+def test_a_forward_around_the_one_before_is_that_of_the_copy() -> None:
+    """As TRL puts one on models, which calls what was there before: a recording ran the original's modules."""
+    module, x = one(), torch.ones(1, 2)
+    before = module.forward
+
+    def twice(self: nn.Module, *args: Any, **named: Any) -> Any:
+        return before(*args, **named) * 2
+
+    module.forward = MethodType(twice, module)  # type: ignore[method-assign]
+    want, memo = module(x), dict[int, Any]()
+    copied = copy.deepcopy(module, memo)
+    drop_coat(copied, memo)
+    assert torch.equal(copied(x), want)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    assert not copied(x).any() and torch.equal(module(x), want)
 
 
 LAYOUTS: list[dict[str, Any]] = [
