@@ -25,6 +25,7 @@ VARIABLE = "FOLD3D_CACHE"
 _COMMANDS = ("trace", "plan")
 _PACKAGES = ("torch", "transformers")
 _MOST_FILES = 256
+_PART = "fold3d-"
 
 
 class Answer:
@@ -105,7 +106,8 @@ def _key(words: Sequence[str]) -> str | None:
         packages = [_package(name) for name in _PACKAGES]
     except (OSError, ValueError, PackageNotFoundError):
         return None
-    if not configs or any("auto_map" in text for text in configs):  # a function, or a model with code of its own
+    # A function, or a model with code of its own.
+    if not configs or any(map(_is_function, said)) or any("auto_map" in text for text in configs):
         return None
     parts = {
         "words": list(words),
@@ -115,6 +117,12 @@ def _key(words: Sequence[str]) -> str | None:
         "python": sys.version,
     }
     return json.dumps(parts, sort_keys=True)
+
+
+def _is_function(word: str) -> bool:
+    """Whether a word is MODULE:FUNCTION, whose code decides, too."""
+    module, colon, function = word.partition(":")
+    return bool(colon) and all(name.isidentifier() for name in (*module.split("."), *function.split(".")))
 
 
 def _config(word: str) -> Path | None:
@@ -159,7 +167,7 @@ def _digest(text: str) -> str:
 
 def _write(path: Path, key: str, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_PART, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
             json.dump({"key": key, "text": text, "sha256": _digest(text)}, file)
@@ -172,7 +180,8 @@ def _write(path: Path, key: str, text: str) -> None:
 
 
 def _drop_oldest(folder: Path) -> None:
-    files = sorted((*folder.glob("*.json"), *folder.glob("*.part")), key=_written)  # parts: of processes that ended
+    # Not others' files in the folder. Parts are of processes that ended.
+    files = sorted((*folder.glob("[0-9a-f]" * 64 + ".json"), *folder.glob(f"{_PART}*.part")), key=_written)
     for file in files[:-_MOST_FILES]:
         with suppress(OSError):  # another process was first
             file.unlink()

@@ -124,7 +124,7 @@ def _row(label: str, reports: list[SimulationReport]) -> tuple[str, ...]:
     def hours(report: SimulationReport) -> list[float]:
         return [job.seconds / 3600.0 for job in report.jobs]
 
-    slow = over(lambda one: quantiles(hours(one), n=10)[-1] if len(one.jobs) > 1 else hours(one)[0])
+    slow = over(lambda one: quantiles(hours(one), n=10, method="inclusive")[-1] if len(one.jobs) > 1 else hours(one)[0])
     used = "/".join(f"{over(lambda one, kind=kind: one.used[kind]):.0%}" for kind in reports[0].used)
     return (
         label,
@@ -164,7 +164,7 @@ def _policy(text: str, options: argparse.Namespace, workload: Workload) -> Polic
     return Policy(
         name=name,
         blind=text.endswith(_BLIND),
-        budget=options.budget if text == "makespan" else None,
+        budget=options.budget if name == "makespan" else None,
         groups=workload.groups if name == "hierarchical" else {},
     )
 

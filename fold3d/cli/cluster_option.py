@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _OF_FILE = {
 """What a file may say, and of which type."""
 _DEFAULTS = {"bandwidth": 10.0, "latency": 50.0, "tflops": 50.0, "copy_bandwidth": 25.0}
 _LINK = re.compile(
-    r"(?P<rate>[\d.]+(e\d+)?)\s*(?P<prefix>[GMT])bit(/s)?\s*,\s*(?P<time>[\d.]+)\s*(?P<unit>us|ms)", re.I
+    r"(?P<rate>\d+\.?\d*(e\d+)?)\s*(?P<prefix>[GMT])bit(/s)?\s*,\s*(?P<time>\d+\.?\d*)\s*(?P<unit>us|ms)", re.I
 )
 
 
@@ -212,7 +213,7 @@ def _link(name: str, text: str) -> tuple[float, float]:
     """Returns bytes per second, and seconds."""
     found = _LINK.fullmatch(text.strip())
     rate = float(found["rate"]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found["prefix"].upper()] / 8 if found else 0.0
-    if found is None or not rate > 0:
+    if found is None or not 0 < rate < math.inf:
         raise ConfigError(f"{name} is {text!r}; it must be a bandwidth and a latency, such as 25Gbit,50us")
     return rate, float(found["time"]) / {"us": 1e6, "ms": 1e3}[found["unit"].lower()]
 

@@ -228,7 +228,11 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("script", "output"):
         if getattr(options, name) is not None and options.format not in ("sbatch", "skypilot"):
             raise ConfigError(f"--{name} has no effect with --format {options.format}; it is for sbatch and skypilot")
-    if options.script is not None and not shlex.split(options.script):
+    try:
+        is_empty = options.script is not None and not shlex.split(options.script)
+    except ValueError as error:
+        raise ConfigError(f"--script {options.script!r} cannot be read as a shell's words: {error}") from None
+    if is_empty:
         raise ConfigError("--script is empty; name the training's script")
 
 

@@ -162,6 +162,8 @@ def _job(options: argparse.Namespace) -> _Job:
     interface = given.get("interface")
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     per_host = given.get("nproc_per_node") or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0) or _gpus()
+    if per_host < 0:
+        raise ConfigError(f"-n is {per_host}: how many processes to start on each host, at least 1")
     if per_host < 1:
         raise ConfigError("this host has no GPU: say how many processes to start on each host, -n 4")
     port = given.get("port") or (20000 + int(job_id) % 10000 if is_slurm and job_id else 29500)
@@ -197,6 +199,8 @@ def _recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     for name, value in launch.items():
         if type(value) is not _OF_LAUNCH[name]:
             raise ConfigError(f"--config={str(path)!r}: {name}={value!r}: must be a {_OF_LAUNCH[name].__name__}")
+        if isinstance(value, list) and not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"--config={str(path)!r}: {name}={value!r}: must be a list of texts")
     if arguments:
         from fold3d.trainer.arguments import TrainingArguments
 
@@ -214,7 +218,7 @@ def _flag(name: str, value: Any) -> Iterator[str]:
     """Yields a value as HfArgumentParser reads it: lists as several words, tables as JSON."""
     yield f"--{name}"
     for one in value if isinstance(value, list) else [value]:
-        yield one if isinstance(one, str) else json.dumps(one)
+        yield one if isinstance(one, str) else json.dumps(one, default=str)  # a date, say
 
 
 def _plan(job: _Job) -> Iterator[str]:

@@ -67,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Fold3dError as error:
         print(f"fold3d: {str(error).rstrip()}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print(
+            "fold3d: this needs more memory than there is; ask for fewer layers, ranks or micro-batches",
+            file=sys.stderr,
+        )
+        return 1
     except BrokenPipeError:  # `fold3d draw ... | head`
         sys.stderr.close()
         return 1

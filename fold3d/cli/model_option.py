@@ -86,6 +86,8 @@ def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:  # ValueError: no module's name before the colon
         raise ConfigError(f"{source!r}: {error}") from None
+    if not callable(function):
+        raise ConfigError(f"{source!r} is a {type(function).__name__}, and must be a function that returns a module")
     with torch.device("meta"):
         result = function()
     model, *batch = result if isinstance(result, tuple) else (result,)

@@ -86,6 +86,8 @@ def schedule_of(options: argparse.Namespace, command: str) -> Schedule:
         if sizes[name] is None:
             example = f"fold3d {command} {options.schedule} -p 4 -m 8"
             raise ConfigError(f"--{name.replace('_', '-')} is missing, as in: {example}")
+        if sizes[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {sizes[name]}; it must be at least 1")
     if (options.group_size or 0) > options.micro_batches:
         raise ConfigError(
             f"--group-size={options.group_size} is more than --micro-batches={options.micro_batches}, of which a group "

@@ -52,8 +52,10 @@ _DEVICES = {
 }
 """The first name that occurs in the device's counts."""
 KNOWN = tuple(_DEVICES)
-_MEMORY = re.compile(r"\b(\d+) ?(GB|$)")
-"""In "A100-SXM4-80GB" and in "a100-80"."""
+_WITH_HOST = ("GH200",)
+"""Whose names say how much memory the host has."""
+_MEMORY = re.compile(r"\b(\d+) ?GB|\b(\d\d+)$")
+"""In "A100-SXM4-80GB" and in "a100-80", not in "h100-8"."""
 
 
 def known_device(name: str) -> Device | None:
@@ -62,8 +64,8 @@ def known_device(name: str) -> Device | None:
     for known, device in _DEVICES.items():
         parts = known.upper().split()
         if any(words[i : i + len(parts)] == parts for i in range(len(words))):
-            memory = _MEMORY.search(name.upper())
-            return device if memory is None else replace(device, memory=int(memory[1]) * 10**9)
+            memory = None if known in _WITH_HOST else _MEMORY.search(name.upper())
+            return device if memory is None else replace(device, memory=int(memory[1] or memory[2]) * 10**9)
     return None
 
 
@@ -117,7 +119,7 @@ def read_prices(path: Path) -> tuple[Machine, ...]:
     Raises: ConfigError that names line, column and value.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(line for line in file if not line.lstrip().startswith("#")) if row]
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read as prices: {error}") from None
@@ -127,6 +129,14 @@ def read_prices(path: Path) -> tuple[Machine, ...]:
         wrong = f"has a column {unknown[0]!r}" if unknown else "is not"
         columns = ", ".join((*_TEXTS, *_NUMBERS))
         raise ConfigError(f"{path} {wrong}: a line device,gpus,price,.. and a machine a line; columns are {columns}")
+    if twice := [name for name in head if head.count(name) > 1]:
+        raise ConfigError(f"{path} has two columns {twice[0]!r}; leave one of them out")
+    for n, row in enumerate(rows[1:], 1):
+        if len(row) > len(head):
+            raise ConfigError(
+                f"{path}: machine {n} has {len(row)} values, and there are {len(head)} columns; numbers are written "
+                "with a point (29.40)"
+            )
     return tuple(
         _machine(dict(zip(head, row, strict=False)), f"machine {n}", path) for n, row in enumerate(rows[1:], 1)
     )

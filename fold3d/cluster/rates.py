@@ -152,20 +152,25 @@ def estimate(predicted: Sequence[Option], measured: Sequence[Measurement]) -> di
     return found | {option: Estimate(0.0, 0.0, measured=False) for option in predicted if option.rate <= 0}
 
 
-def probe(estimates: Mapping[Option, Estimate]) -> Option | None:
-    """Returns the option that should be tried for a round: of a kind on which nothing was measured, the most promising
-    first; else one whose rate per GPU may be above the best measured one of its kind. None where all is settled.
+def probe(estimates: Mapping[Option, Estimate], gpus: Mapping[str, int]) -> Option | None:
+    """Returns the option that should be tried for a round, of those for which there are enough GPUs: of a kind on which
+    nothing was measured, the most promising first; else one whose rate per GPU may be above the best measured one of
+    its kind. None where all is settled.
 
     A wrong prediction is not found by measuring elsewhere: what was measured corrects all kinds by one factor, so their
     order stays. So each kind is tried once, and after as many rounds as there are kinds the order is a measured one.
+
+    Args:
+        gpus: how many of each kind there are.
     """
     fit = {option: one for option, one in estimates.items() if one.rate > 0}
     measured = {option for option, one in fit.items() if one.measured}
-    new = [option for option in fit if option.kind not in {one.kind for one in measured}]
+    can = {option for option in fit if option.gpus <= gpus.get(option.kind, 0)}
+    new = [option for option in fit if option in can and option.kind not in {one.kind for one in measured}]
     if new:
         return max(new, key=lambda option: fit[option].rate)
     close = []
-    for option in fit.keys() - measured:
+    for option in can - measured:
         best = max(fit[one].rate for one in measured if one.kind == option.kind)
         if abs(math.log(fit[option].rate / best)) < _FAR * fit[option].error:
             close.append(option)

@@ -314,9 +314,9 @@ class _Run:
 
     def _probes(self) -> dict[str, Place]:
         """Returns what is tried in the next round: one place for each job whose rates are not settled."""
-        found = {}
+        found, gpus = {}, {kind.name: kind.gpus for kind in self.cluster.kinds}
         for name, one in self.present.items():
-            option = probe(estimate(one.arrival.predicted, one.measured)) if one.arrival.predicted else None
+            option = probe(estimate(one.arrival.predicted, one.measured), gpus) if one.arrival.predicted else None
             if option is not None:
                 found[name] = Place((name,), option.kind, option.gpus)
         return found

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fold3d.device import pci_address
+from fold3d.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915  # Linux: address of a network interface
 SYSFS = Path("/sys")
@@ -34,7 +35,13 @@ def local_address() -> str:
     if not master:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
+        try:
+            probe.connect((master, int(os.environ.get("MASTER_PORT", "1")) or 1))  # a datagram socket: sends nothing
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"MASTER_ADDR={master} leads to no IPv4 address ({error.strerror}), over which processes connect: give "
+                "the IPv4 address of process 0's host, or set GLOO_SOCKET_IFNAME to the interface that has one"
+            ) from None
         return str(probe.getsockname()[0])
 
 

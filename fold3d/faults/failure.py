@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -302,7 +303,9 @@ class FailureBoard:
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether `error` says that another rank could not be reached: its cause is to be looked for elsewhere."""
-    return isinstance(error, (_C.CommError, dist.DistError)) or "gloo" in str(error).lower()
+    if isinstance(error, (_C.CommError, dist.DistError)):
+        return True
+    return type(error) is RuntimeError and re.search(r"\bgloo\b", str(error), re.IGNORECASE) is not None
 
 
 def _own_connection(store: Any) -> Any:

@@ -143,10 +143,24 @@ def test_many_may_write_and_read_one_file_at_once(tmp_path: Path) -> None:
 
 
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no others: the folder may be the user's."""
     monkeypatch.setattr(answers, "_MOST_FILES", 3)
-    for number in range(5):
-        left = tmp_path / (f"{number}.json" if number else "0.part")
+
+    def named(number: int) -> Path:
+        return tmp_path / (f"{number:064x}.json" if number else "fold3d-0.part")
+
+    others = [tmp_path / "config.json", tmp_path / "download.part"]
+    for number, left in enumerate((*map(named, range(5)), *others)):
         left.touch()
         os.utime(left, (number, number))
-    answers._write(tmp_path / "5.json", "key", "text")
-    assert files(tmp_path) == [tmp_path / f"{number}.json" for number in (3, 4, 5)]
+    answers._write(named(5), "key", "text")
+    assert files(tmp_path) == sorted([*map(named, (3, 4, 5)), *others])
+
+
+def test_what_a_function_makes_is_not_kept(tmp_path: Path) -> None:
+    """Its code is nobody's configuration; a file beside it, of a cluster, made it one."""
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("hosts = 1\n")
+    assert answers._key(["plan", str(cluster), "--device", "A100:2,T4:2"]) is not None
+    assert answers._key(["plan", "mine:build", "--cluster", str(cluster)]) is None
+    assert answers._key(["trace", "--cluster", str(cluster), "my.package:models.build"]) is None

@@ -133,6 +133,8 @@ def test_what_a_recipe_says_trainingarguments_understand(capsys: pytest.CaptureF
         ),
         ("launch --config run.toml", ("hosts =", "host ="), "'host' is no name of [launch] (did you mean 'hosts'?)"),
         ("launch --config run.toml", ("port = 29600", 'port = "x"'), "port='x': must be a int"),
+        ("launch --config run.toml", ("port = 29600", "env = [1]"), "env=[1]: must be a list of texts"),
+        ("launch -n -3 train.py", ("", ""), "-n is -3: how many processes to start on each host, at least 1"),
         ("launch --config run.toml", ("[script]", "[scripts]"), "'scripts' is no name of the recipe (did you mean"),
     ],
 )

@@ -94,6 +94,7 @@ def test_validate_shows_the_bad_cell(capsys, tmp_path):
     "line, message",
     [
         ("draw zigzag -p 2 -m 2", "unknown schedule 'zigzag': set schedule to one of gpipe, 1f1b"),
+        ("draw gpipe -p 2 -m -1", "--micro-batches is -1; it must be at least 1"),
         ("draw gpipe -p 2", "--micro-batches is missing, as in: fold3d draw gpipe -p 4 -m 8"),
         ("draw gpipe -p 2 -m 4 -s 2", "segments=2 has no effect on schedule 'gpipe'"),
         ("draw aiao -p 2 -m 99999999999", "more than 1e+07 forwards in one step; lower micro_batches"),

@@ -133,6 +133,12 @@ def test_scripts(tmp_path: Path) -> None:
     assert namespace["estimate"](resources) == pytest.approx(3600 * found[2].hours, abs=1)
 
 
+def test_a_file_of_a_spreadsheet_and_names_with_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text("\ufeffdevice,gpus,price\nh100-8,8,20\nh100-94,8,30\n", encoding="utf-8")
+    assert [one.memory_gb for one in read_prices(path)] == [80.0, 94.0]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -143,6 +149,8 @@ def test_scripts(tmp_path: Path) -> None:
         ("device,gpus,price\nh100,0.5,3\n", "machine 1: gpus is 0.5; it must be a whole number, 1 or more"),
         ("device,gpus,price\nh100,8,\n", "machine 1 has no price; fill in that column"),
         ("device,gpus,price\nmine,8,3\n", "machine 1 has no tflops; fill in that column; 'mine' is not among those kn"),
+        ("device,gpus,price\nl4,8,29,40\n", "machine 1 has 4 values, and there are 3 columns; numbers .* with a point"),
+        ("device,gpus,price,price\nl4,8,8,80\n", "has two columns 'price'"),
         ("device,gpus,price\nh 1,8,3\n", "machine 1: device is 'h 1'; it must be a name such as a100-80"),
     ],
 )

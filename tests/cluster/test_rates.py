@@ -13,6 +13,7 @@ from fold3d.cluster.jobs import Option
 from fold3d.cluster.rates import Measured, Measurement, estimate, options_of, probe, read_predictions
 from fold3d.errors import ConfigError
 
+GPUS = {"a": 2, "t": 1}
 PREDICTED = (Option("a", 1, 100.0), Option("a", 2, 190.0), Option("t", 1, 20.0), Option("h", 1, 0.0))
 
 
@@ -38,13 +39,16 @@ def test_what_was_measured_stands_however_wrong_the_prediction_was() -> None:
 
 
 def test_each_kind_is_tried_and_then_what_is_close() -> None:
-    assert probe(estimate(PREDICTED, ())) == PREDICTED[1], "the most promising first"
+    assert probe(estimate(PREDICTED, ()), GPUS) == PREDICTED[1], "the most promising first"
     seen = [Measurement("a", 2, 190.0)]
-    assert probe(estimate(PREDICTED, seen)) == PREDICTED[2], "the kind that was not measured"
+    assert probe(estimate(PREDICTED, seen), GPUS) == PREDICTED[2], "the kind that was not measured"
     seen.append(Measurement("t", 1, 20.0))
-    assert probe(estimate(PREDICTED, seen)) is None, "one GPU is far from two: settled"
+    assert probe(estimate(PREDICTED, seen), GPUS) is None, "one GPU is far from two: settled"
+    fewer = {"a": 1, "t": 0}
+    assert probe(estimate(PREDICTED, ()), fewer) == PREDICTED[0], "of what there is; the others would never be tried"
+    assert probe(estimate(PREDICTED, [Measurement("a", 1, 100.0)]), fewer) is None
     near = (Option("a", 1, 100.0), Option("a", 2, 105.0))
-    assert probe(estimate(near, [Measurement("a", 1, 100.0)])) == near[1], "who is ahead is not settled"
+    assert probe(estimate(near, [Measurement("a", 1, 100.0)]), GPUS) == near[1], "who is ahead is not settled"
 
 
 def test_the_file_beside_the_checkpoints(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import time
 import weakref
 from collections.abc import Sequence
 
+import pytest
 import torch.distributed as dist
 
 from fold3d.faults import failure
-from fold3d.faults.failure import FailureBoard
+from fold3d.faults.failure import FailureBoard, is_communication_error
 from fold3d.faults.progress import Progress
 from fold3d.topology import Topology
 
@@ -62,3 +63,18 @@ def test_a_failed_step_is_let_go() -> None:
     kept = batch() is not None
     board.close()
     assert not kept
+
+
+@pytest.mark.parametrize(
+    "error, is_one",
+    [
+        (RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("Gloo connectFullMesh failed with timeout"), True),
+        (FileNotFoundError(2, "No such file or directory", "/home/pgloor/gloo/part-1.bin"), False),
+        (RuntimeError("the gloomy sample has no label"), False),
+    ],
+    ids=str,
+)
+def test_who_is_blamed(error: Exception, is_one: bool) -> None:
+    """A user's error with these letters in it was taken for a lost connection."""
+    assert is_communication_error(error) is is_one

@@ -118,7 +118,7 @@ def hold(folder: Folder, policy: Policy, cluster: Cluster, rules: Rules) -> Held
         folder.keep(ledger, now)
         kept = [job.name for job in jobs]
         running = {name: _running(state, name, before[name]) for name in kept if name in before}
-        placed = place(allocation, jobs, free, ledger, running, rules, _probes(state)) if free else {}
+        placed = place(allocation, jobs, free, ledger, running, rules, _probes(state, free)) if free else {}
         wishes = [wish for wish in state.wishes if wish.name in kept]
         moved, refused = _move(folder, state, wishes, placed)
         for name in refused:
@@ -167,11 +167,11 @@ def _running(state: QueueState, name: str, here: Place) -> Running:
     return Running(here, float(state.queued[name][-1].seconds), measured.save_seconds + measured.start_seconds)
 
 
-def _probes(state: QueueState) -> dict[str, Place]:
+def _probes(state: QueueState, cluster: Cluster) -> dict[str, Place]:
     """Returns what is tried: nothing where nothing was measured yet, since whatever a job runs on is measured first."""
-    found = {}
+    found, gpus = {}, {kind.name: kind.gpus for kind in cluster.kinds}
     for name, known in state.estimates.items():
-        option = probe(known) if any(one.measured for one in known.values()) else None
+        option = probe(known, gpus) if any(one.measured for one in known.values()) else None
         if option is not None:
             found[name] = Place((name,), option.kind, option.gpus)
     return found

@@ -337,7 +337,8 @@ def _propose(
     samples = world.share(samples, timeout=world.patience)
     world.progress.turn_to("measuring links")
     network = _network(profile, world, training)
-    limit = training.limit
+    # Devices may differ.
+    limit = world.decide(training.limit, lambda limits: min(filter(None, limits), default=None), timeout=world.patience)
     copied = config.offload_optimizer or (limit is not None and config.offload != "none")
     copies = _copies(config, world, device) if copied else {}
     job = TrainingJob(
