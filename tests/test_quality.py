@@ -41,7 +41,7 @@ TOOLS = {
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_tool_is_content(tool: str) -> None:
-    done = subprocess.run(TOOLS[tool], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(TOOLS[tool], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{tool}; `make format` may help\n{done.stdout}{done.stderr}"
 
 
