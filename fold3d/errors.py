@@ -17,6 +17,10 @@ class ConfigError(Fold3dError, ValueError):
     """A setting has a value that cannot work; the message names the value, the reason and what to change."""
 
 
+class NotRecordedError(ConfigError):
+    """Something needs the model recorded before there was a micro-batch, and none can be made up."""
+
+
 class MemoryLimitError(ConfigError):
     """No layout was found that needs as little memory as `memory_limit`; raised on every rank."""
 

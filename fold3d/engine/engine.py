@@ -38,7 +38,7 @@ from fold3d.engine.loss_scaler import LossScaler
 from fold3d.engine.meeting import meet
 from fold3d.engine.planning.cut_model import BuildRequest, CutModel, First, cut_model
 from fold3d.engine.planning.mesh import Asked, decide_mesh
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, NotRecordedError
 from fold3d.faults.supervisor import supervisor_of_engine
 from fold3d.observe.memory import MemoryWatch
 from fold3d.observe.step_breakdown import StepBreakdown, StepOutput
@@ -272,7 +272,7 @@ class Engine(state.WholeState):
         if self._rank is None:
             example = self._fallback()
             if example is None and not self._makes_up:
-                raise ConfigError(
+                raise NotRecordedError(
                     "the model has not been recorded yet; pass example=<a micro-batch> to Engine or Trainer, or train "
                     "or evaluate first"
                 )

@@ -62,7 +62,7 @@ from fold3d.comms.world_group import WorldGroup
 from fold3d.data_parallel.late.weight_versions import parameter_of
 from fold3d.engine.engine import Engine
 from fold3d.engine.state import check_late
-from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError
+from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError, NotRecordedError
 from fold3d.faults.progress import Progress
 from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
@@ -592,6 +592,18 @@ class CheckpointingTrainer(transformers.Trainer):
         """What waits for the model to be cut is loaded now; every process calls."""
         if self._to_load:
             self.engine.build()
+
+    def _load_early(self) -> None:
+        """Callbacks are told that the training begins, and find what it goes on from, if the model can be cut without
+        the first micro-batch; every process calls."""
+        try:
+            self._load_all()
+        except NotRecordedError as error:
+            logger.warning(
+                "on_train_begin comes before the checkpoint is loaded: weights, optimizer and schedule are those from "
+                "before, and what callbacks write there is lost (%s)",
+                error,
+            )
 
     @contextmanager
     def _loading_this_time(self) -> Iterator[None]:

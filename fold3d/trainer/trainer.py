@@ -194,7 +194,7 @@ class Trainer(SearchingTrainer):
             *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
             flush=self._flush,
             before_update=lambda: self._wait_for_copies(),
-            load=self._load_all,
+            load=self._load_early,
         )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))

@@ -538,3 +538,42 @@ class Plain(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.layer(x).square().mean()}
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"loss": x.square().mean()}
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.ones(4)}] * 64)
+
+
+class Nothing(transformers.TrainerCallback):
+    def on_train_begin(self, *args: Any, **named: Any) -> None:
+        """May read weights."""
+
+
+def test_a_model_that_only_a_batch_can_record_goes_on_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A callback that looks at the beginning must not keep a job from going on; it is said."""
+
+    def trainer(**more: Any) -> Any:
+        named = {"max_steps": 2, "save_steps": 2, "report_to": [], "segments": 2, "blocks": "layers"} | more
+        return fold3d.Trainer(
+            Stack(), fold3d.TrainingArguments(str(tmp_path), use_cpu=True, **named), train_dataset=Stream()
+        )
+
+    trainer().train()
+    again = trainer(max_steps=4)
+    again.add_callback(Nothing())
+    assert again.train(resume_from_checkpoint=True).global_step == 4
+    assert "on_train_begin comes before the checkpoint is loaded" in caplog.text
