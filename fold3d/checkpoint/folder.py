@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -31,17 +32,31 @@ class CheckpointFolder:
     def __init__(self, final: str | Path) -> None:
         self.final = Path(final)
         self.temporary = self.final.with_name(PREFIX + self.final.name)
+        self._mark = self.temporary / f".of-{secrets.token_hex(8)}"
 
     def begin(self) -> None:
         """Makes an empty temporary folder; what an interrupted save left there is removed."""
         self.discard()
         self.temporary.mkdir(parents=True)
+        self._mark.touch()
+
+    def check(self) -> None:
+        """Raises CheckpointError where the temporary folder is not the one that `begin` has made."""
+        if not self._mark.exists():
+            raise CheckpointError(
+                f"{self.temporary} has been removed, or is another training's: two trainings save into "
+                f"{self.final.parent} at once; give each an output_dir of its own"
+            )
 
     def commit(self) -> None:
         """Moves the temporary folder to its final name, all of its bytes on disk first.
 
         A checkpoint that already has the final name (a run repeated in the same output_dir) is replaced.
+
+        Raises: CheckpointError, see `check`.
         """
+        self.check()
+        self._mark.unlink()
         for path in sorted(self.temporary.rglob("*")):
             if path.is_file():
                 _flush(path)

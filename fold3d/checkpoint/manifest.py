@@ -53,7 +53,7 @@ def write(
     files = {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != NAME
+        if path.is_file() and path.name != NAME and not path.name.startswith(".")
     }
     content: dict[str, Any] = {"version": _VERSION, "step_index": step_index, "batch": batch, "files": files}
     if late_settings is not None:

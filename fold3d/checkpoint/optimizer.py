@@ -220,7 +220,7 @@ def _check_shapes(
     path: Path, states: Mapping[str, Mapping[str, Any]], owned: Mapping[str, Parameter], parts: Parts
 ) -> None:
     """Raises CheckpointError for a state of parameters of other shapes than this run's."""
-    for name in states.keys() & owned.keys():
+    for name in (one for one in owned if one in states):
         whole = parts.whole_shape(name, owned[name].shape)
         for key, value in states[name].items():
             if isinstance(value, Tensor) and value.ndim and tuple(value.shape) != tuple(whole):

@@ -480,6 +480,7 @@ class CheckpointingTrainer(transformers.Trainer):
                     for name, content in ((n, c) for share in shares for n, c in share.items()):
                         (folder.temporary / name).write_bytes(content)
                     delivery.finish()
+                    folder.check()
                     manifest.write(
                         folder.temporary,
                         step_index=save.step_index,

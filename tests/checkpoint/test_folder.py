@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
 from fold3d.checkpoint import CheckpointFolder, last_committed, remove_stale
+from fold3d.errors import CheckpointError
 
 
 def test_commit_moves_everything(tmp_path: Path) -> None:
@@ -45,7 +46,8 @@ def test_begin_drops_what_an_interrupted_save_left(tmp_path: Path) -> None:
     folder.begin()
     (folder.temporary / "half").touch()
     folder.begin()
-    assert list(folder.temporary.iterdir()) == []
+    (mark,) = folder.temporary.iterdir()
+    assert mark.name.startswith(".of-")
 
 
 def test_remove_stale(tmp_path: Path) -> None:
@@ -81,6 +83,23 @@ def test_the_last_whole_checkpoint_is_found(tmp_path: Path, caplog: pytest.LogCa
     cut.write_bytes(cut.read_bytes()[:-4])
     assert last_committed(tmp_path) == tmp_path / "checkpoint-10"
     assert "checkpoint-11 is cut short" in caplog.text and "passed over" in caplog.text
+
+
+def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
+    """The one that ended first gave the other's half-written folder its final name."""
+    first, second = (CheckpointFolder(tmp_path / "checkpoint-4") for _ in range(2))
+    first.begin()
+    second.begin()
+    (second.temporary / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"two trainings save into .* at once; give each an output_dir"):
+        first.commit()
+    second.commit()
+    assert [path.name for path in (tmp_path / "checkpoint-4").iterdir()] == ["file"]
+    remove_stale(tmp_path)
+    first.begin()
+    remove_stale(tmp_path)
+    with pytest.raises(CheckpointError, match="has been removed"):
+        first.check()
 
 
 def test_weights_alone_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
