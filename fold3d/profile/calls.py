@@ -210,7 +210,7 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = real
     made: nn.Module = copy.deepcopy(module, memo)
-    drop_coat(made)
+    drop_coat(made, memo)
 
     def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
         return nn.Parameter(_values(TensorShape(shape, dtype), device, generator) * 0.02, requires_grad=False)
