@@ -49,7 +49,7 @@ def generate(
         autocast: the context that the model's forward runs in.
     Raises: ConfigError for what cannot generate; RankError, on every rank, when any rank fails.
     """
-    model = _decoding(engine.model)
+    model: Any = _decoding(engine.model)
     if not isinstance(model, GenerationMixin):
         raise ConfigError(f"a {type(model).__name__} has no generate() of transformers' (GenerationMixin)")
     is_cut = engine.topology.pp * engine.topology.tp * engine.strategy.segments > 1
