@@ -50,7 +50,8 @@ def generate(
     Raises: ConfigError for what cannot generate; RankError, on every rank, when any rank fails.
     """
     model: Any = _decoding(engine.model)
-    if not isinstance(model, GenerationMixin):
+    decodes = isinstance(model, GenerationMixin)
+    if not decodes:
         raise ConfigError(f"a {type(model).__name__} has no generate() of transformers' (GenerationMixin)")
     is_cut = engine.topology.pp * engine.topology.tp * engine.strategy.segments > 1
     if is_cut:
