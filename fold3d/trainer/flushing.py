@@ -39,7 +39,7 @@ class FlushingHandler(CallbackHandler):
     """Whether the checkpoint of the step that has just ended is not complete yet."""
     flush: Callable[[], None]
     before_update: Callable[[], None]
-    load: Callable[[], None]
+    load: Callable[[bool], None]
 
     @classmethod
     def adopt(
@@ -51,14 +51,15 @@ class FlushingHandler(CallbackHandler):
         *,
         flush: Callable[[], None],
         before_update: Callable[[], None],
-        load: Callable[[], None],
+        load: Callable[[bool], None],
     ) -> None:
         """Turns the stock Trainer's `handler` into one that flushes; its list of callbacks is the user's.
 
         Args:
             flush: is called before somebody may read or change weights.
             before_update: is called before the optimizer steps.
-            load: is called before somebody may read or change what a training begins with.
+            load: is called when a training begins; whether a callback of this process may read or change what it
+                begins with.
         """
         handler.__class__ = cls
         assert isinstance(handler, cls)
@@ -78,8 +79,8 @@ class FlushingHandler(CallbackHandler):
             self.has_stepped.set()
             self.before_update()
         readers = [type(c).__name__ for c in self.callbacks if may_read(c, event, "reads_weights")]
-        if event == "on_train_begin" and readers:
-            self.load()
+        if event == "on_train_begin":
+            self.load(bool(readers))
         if event in _EVERY_STEP and self.engine.topology.dp > 1:
             for name in [name for name in readers if name not in self._told]:
                 logger.warning(

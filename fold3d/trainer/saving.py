@@ -594,9 +594,19 @@ class CheckpointingTrainer(transformers.Trainer):
         if self._to_load:
             self.engine.build()
 
-    def _load_early(self) -> None:
+    def _load_early(self, asked: bool) -> None:
         """Callbacks are told that the training begins, and find what it goes on from, if the model can be cut without
-        the first micro-batch; every process calls."""
+        the first micro-batch; every process calls.
+
+        Args:
+            asked: whether this process has such callbacks; another one may be the only one.
+        """
+        if not self._to_load:
+            return
+        found = torch.tensor(asked)
+        self.engine.world.all_reduce(found, torch.logical_or, timeout=self.args.ddp_timeout)
+        if not found:
+            return
         try:
             self._load_all()
         except NotRecordedError as error:

@@ -556,6 +556,29 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter([{"x": torch.ones(4)}] * 64)
 
 
+class OnOne(Variant):
+    """Only process 0 has a callback that may look at the beginning."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                if self.is_world_process_zero():
+                    self.add_callback(Nothing())
+
+        return Trainer
+
+
+@pytest.mark.gate
+def test_a_process_may_be_the_only_one_that_looks_at_the_beginning(ranks: RankPool, tmp_path: Path) -> None:
+    """All load what it would look at, or none: it waited for the others."""
+    job = Job(str(tmp_path / "whole"), samples=24, arguments=SAVING)
+    whole = ranks.run(run_fold3d, 2, job, {"pp": 2})[0]
+    again = replace(continued(job, tmp_path / "again"), variant=OnOne())
+    for found in ranks.run(run_fold3d, 2, again, {"pp": 2}):
+        assert_continues(found, whole, 1e-12)
+
+
 class Nothing(transformers.TrainerCallback):
     def on_train_begin(self, *args: Any, **named: Any) -> None:
         """May read weights."""
