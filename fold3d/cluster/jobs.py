@@ -99,6 +99,11 @@ class Cluster:
         """Number of GPUs of all kinds."""
         return sum(kind.gpus for kind in self.kinds)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of GPUs of each kind, by its name; a dictionary of its own."""
+        return {kind.name: kind.gpus for kind in self.kinds}
+
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """Returns what `a100:8@2.5,t4:16` says: 8 GPUs at 2.5 an hour each, and 16. Raises: ConfigError."""
@@ -210,7 +215,7 @@ def blind(jobs: Sequence[Job], cluster: Cluster) -> list[Job]:
 
     Where a job runs at all, and how it scales with the number of GPUs, is kept. With one kind nothing changes.
     """
-    counts = {kind.name: kind.gpus for kind in cluster.kinds}
+    counts = cluster.counts
     seen: dict[tuple[Option, ...], tuple[Option, ...]] = {}
 
     def flat(options: tuple[Option, ...]) -> tuple[Option, ...]:

@@ -136,7 +136,7 @@ class _Turn:
     def __init__(self, jobs: Sequence[Job], cluster: Cluster) -> None:
         self.waiting = {job.name for job in jobs}
         self.placed: dict[str, Place] = {}
-        self._free = {kind.name: kind.gpus for kind in cluster.kinds}
+        self._free = cluster.counts
 
     def put(self, here: Place) -> None:
         """Places the jobs if they wait and the GPUs are free."""

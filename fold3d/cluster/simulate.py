@@ -221,7 +221,7 @@ class _Run:
                     f"{len(self.present)} jobs are not done after {_MOST_ROUNDS} rounds; fewer, or more GPUs"
                 )
         last = max(self.finished[name].finished for name in wanted)
-        gpus = {kind.name: kind.gpus for kind in self.cluster.kinds}
+        gpus = self.cluster.counts
         total = sum(self.busy.values())
         return SimulationReport(
             jobs=tuple(self.finished[self.arrivals[number].name] for number in looked_at),
@@ -314,7 +314,7 @@ class _Run:
 
     def _probes(self) -> dict[str, Place]:
         """Returns what is tried in the next round: one place for each job whose rates are not settled."""
-        found, gpus = {}, {kind.name: kind.gpus for kind in self.cluster.kinds}
+        found, gpus = {}, self.cluster.counts
         for name, one in self.present.items():
             option = probe(estimate(one.arrival.predicted, one.measured), gpus) if one.arrival.predicted else None
             if option is not None:

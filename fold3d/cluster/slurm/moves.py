@@ -169,9 +169,9 @@ def _running(state: QueueState, name: str, here: Place) -> Running:
 
 def _probes(state: QueueState, cluster: Cluster) -> dict[str, Place]:
     """Returns what is tried: nothing where nothing was measured yet, since whatever a job runs on is measured first."""
-    found, gpus = {}, {kind.name: kind.gpus for kind in cluster.kinds}
+    found = {}
     for name, known in state.estimates.items():
-        option = probe(known, gpus) if any(one.measured for one in known.values()) else None
+        option = probe(known, cluster.counts) if any(one.measured for one in known.values()) else None
         if option is not None:
             found[name] = Place((name,), option.kind, option.gpus)
     return found
