@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import greenlet
@@ -102,6 +103,14 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
     def __init__(self, loss: LossRun, function: Callable[[], Any]) -> None:
         super().__init__(function)
         self.loss = loss
+
+
+def _frames_of(coroutine: _Coroutine) -> Iterator[FrameType]:
+    """Yields the frames of a coroutine that rests, the innermost one first."""
+    frame = coroutine.gr_frame
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def running_loss() -> LossRun | None:
@@ -203,7 +212,7 @@ class LossRun:
         self._grad_before = torch.is_grad_enabled()
         rests: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if state is not None and (self.is_users or any(True for _ in users_hooks(model))):
-            rests = self._kept.first_half(model, state)
+            rests = self._kept.first_half(model, state, lambda: _frames_of(made))
         with self._as_before(), rests:
             self._run(made.switch)
         set_since = () if made.dead else made.gr_context.items()

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import itertools
 import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,6 +201,38 @@ def _names_in(code: CodeType, *, texts: bool = False) -> Iterator[str]:
             yield from _names_in(one, texts=texts)
         elif texts and isinstance(one, str):
             yield one
+
+
+_LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(code: CodeType, last: int) -> frozenset[str]:
+    """Returns the names of variables around a function that its code uses up to the instruction at offset `last`."""
+    so_far = [one for one in dis.get_instructions(code) if one.offset <= last]
+    names = {str(one.argval) for one in so_far if one.opname in _LOADS}
+    inner = [one.argval for one in so_far if isinstance(one.argval, CodeType)]
+    return frozenset(names.union(*(_all_loaded(one) for one in inner)))
+
+
+def _all_loaded(code: CodeType) -> frozenset[str]:
+    return _loaded(code, len(code.co_code))
+
+
+def _read_so_far(frames: Iterable[FrameType]) -> dict[CodeType, set[str]]:
+    """Returns the names of variables around functions that have been read where `frames` are: by their code, and by
+    that of the user's functions whose names it uses."""
+    found: dict[CodeType, set[str]] = {}
+    todo = [(frame.f_code, _loaded(frame.f_code, frame.f_lasti), frame.f_globals) for frame in frames]
+    while todo:
+        code, names, around = todo.pop()
+        if names <= found.get(code, set()):
+            continue
+        found.setdefault(code, set()).update(names)
+        for one in (around.get(name) for name in names):
+            if isinstance(one, FunctionType) and is_users(one.__module__):
+                todo.append((one.__code__, _all_loaded(one.__code__), one.__globals__))
+    return found
 
 
 def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace]:
@@ -623,7 +656,7 @@ class KeptAttributes:
         self._names: dict[int, set[str]] = {}
         """By number of the namespace, the names that the first half has set; where there are any."""
         self._read: list[tuple[Namespace, str]] = []
-        """Attributes of objects that the first half has read, and not set."""
+        """Attributes of objects, and variables of functions, that the first half has read, and not set."""
         self._made: set[tuple[int, str]] = set()
         self._runs, self._held, self._comes_again = 0, list[_Held](), False
         self._at: dict[object, list[_Value]] = {}
@@ -631,9 +664,13 @@ class KeptAttributes:
         self._states: list[Any] = []
 
     @contextlib.contextmanager
-    def first_half(self, model: nn.Module, state: ModelState) -> Iterator[None]:
+    def first_half(
+        self, model: nn.Module, state: ModelState, frames: Callable[[], Iterable[FrameType]]
+    ) -> Iterator[None]:
         """While the coroutine runs up to where it rests.
 
+        Args:
+            frames: returns those of the functions that have called the model, when it rests.
         Raises: SplitError when it has changed which weights are trained.
         """
         trained = state.trained()
@@ -643,7 +680,8 @@ class KeptAttributes:
         self._spaces = [*own, *state.namespaces]
         before, before_of_model = [space.contents() for space in own], state.contents()
         versions = state.versions(before_of_model)
-        with _noted([space for space in own if space.owner is not None]) as (noted, read):
+        root = Namespace(vars(model), type(model), f"attribute of {type(model).__name__}", model)
+        with _noted([root, *(space for space in own if space.owner is not None)]) as (noted, read):
             yield
         if trained != state.trained():
             raise SplitError(
@@ -651,6 +689,7 @@ class KeptAttributes:
                 "before the model's call, and in a model that is cut other micro-batches begin meanwhile: do that "
                 "before training, or set pp=1 and segments=1, where nothing is cut"
             )
+        variables = _read_so_far(frames())
         for space, then in zip(own, before, strict=True):
             now = space.contents()
             names = now.changed(then)
@@ -659,11 +698,14 @@ class KeptAttributes:
                 self._read += [(space, name) for name in read[id(space.owner)] - names]
             else:
                 _set_in_front(space.kind, names, then.values)
+                used = variables.get(space.kind, _NONE) if isinstance(space.kind, CodeType) else _NONE
+                self._read += [(space, name) for name in used - names if name in space.values]
             if names:
                 self._names[len(self._kept)] = names
             self._kept.append(now.kept(names | _SET_IN_FRONT.get(space.kind, _NONE), then))
         of_model = state.contents()
         changed = state.changed(of_model, before_of_model, versions)
+        self._read += [(root, name) for name in read[id(model)] - changed.get(0, set()) - _OF_EVERY_MODULE]
         for number, names in changed.items():
             _set_in_front(state.namespaces[number].kind, names, before_of_model[number])
             self._names[len(own) + number] = names

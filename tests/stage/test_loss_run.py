@@ -369,19 +369,95 @@ def test_what_is_kept_for_the_next_micro_batch_is_read_behind_the_call() -> None
         stepped(aiao, Running(reads_in_front=True))  # type: ignore[arg-type]
 
 
+MEAN = 1.0
+
+
+def mean_of(loss: Tensor, mean: float) -> float:
+    return 0.5 * mean + 0.5 * loss.item()
+
+
+def in_a_global(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    global MEAN
+    scale = MEAN
+    loss: Tensor = model(batch["x"]).square().mean()
+    MEAN = mean_of(loss, MEAN)
+    return loss / scale
+
+
+def scale_of_now() -> float:
+    return MEAN
+
+
+def in_a_global_of_another(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    global MEAN
+    scale = scale_of_now()
+    loss: Tensor = model(batch["x"]).square().mean()
+    MEAN = mean_of(loss, MEAN)
+    return loss / scale
+
+
+def around_a_function() -> Callable[[nn.Module, dict[str, Any]], Tensor]:
+    mean = 1.0
+
+    def function(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        nonlocal mean
+        scale = mean
+        loss: Tensor = model(batch["x"]).square().mean()
+        mean = mean_of(loss, scale)
+        return loss / scale
+
+    return function
+
+
+def around_a_function_behind() -> Callable[[nn.Module, dict[str, Any]], Tensor]:
+    mean = 1.0
+
+    def function(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        nonlocal mean
+        loss: Tensor = model(batch["x"]).square().mean()
+        scale = mean
+        mean = mean_of(loss, scale)
+        return loss / scale
+
+    return function
+
+
+def in_the_model(model: Any, batch: dict[str, Any]) -> Tensor:
+    scale = getattr(model, "mean", 1.0)
+    loss: Tensor = model(batch["x"]).square().mean()
+    model.mean = mean_of(loss, scale)
+    return loss / scale
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (in_a_global, r"'MEAN' \(variable of in_a_global\)"),
+        (in_a_global_of_another, r"'MEAN' \(variable of scale_of_now\)"),
+        (around_a_function(), r"'mean' \(variable of around_a_function.<locals>.function\)"),
+        (in_the_model, r"'mean' \(attribute of \w+\)"),
+    ],
+)
+def test_what_is_read_in_front_and_changed_behind_is_refused_wherever_it_is_kept(
+    function: Callable[..., Tensor], name: str
+) -> None:
+    with pytest.raises(RankError, match=rf"reads {name} in front of the model's call"):
+        stepped({"segments": 2, "schedule": "aiao"}, function)  # type: ignore[dict-item]
+
+
+def test_a_variable_that_is_read_behind_the_call_may_change_there() -> None:
+    expected = stepped({"segments": 1}, around_a_function())
+    aiao: dict[str, Any] = {"segments": 2, "schedule": "aiao"}
+    assert stepped(aiao, around_a_function_behind()) == pytest.approx(expected, rel=1e-12)
+
+
 def other_values(layout: dict[str, int]) -> str:
-    """A process without the last chunk does not see what the loss draws behind the call, and draws it before."""
-
-    drawn = 0.0
-
-    def draws(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        nonlocal drawn
-        out: Tensor = model(batch["x"] * (1 + drawn))
-        drawn += 1.0
+    def differs(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        out: Tensor = model(batch["x"] * (1 + torch.distributed.get_rank()))
         return out.square().mean()
 
     with pytest.raises(Fold3dError) as error:
-        stepped(layout, draws)
+        stepped(layout, differs)
     return str(error.value)
 
 
