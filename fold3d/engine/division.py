@@ -22,7 +22,7 @@ from fold3d.stage.sub_pipeline import Comparisons, GradientsOfParts, SubMicroBat
 from fold3d.stage.sub_pipeline import weights as weights_of
 from fold3d.stage.users_state import namespaces_of, put_back
 from fold3d.trace.arguments import Form, form_of
-from fold3d.trace.batches import borders_in, part_of, samples_of, shifts_labels
+from fold3d.trace.batches import balances_experts, borders_in, part_of, samples_of, shifts_labels
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,11 @@ class Division:
     def _kind(self, function: LossFunction) -> str:
         if why := self._gradients.why_not():
             self._refuse(why)
+        if balances_experts(self._model):
+            self._refuse(
+                "its loss has a term that balances experts over all tokens of a micro-batch (output_router_logits), "
+                "and the terms of its parts do not add up to it"
+            )
         if self._reduction is not None:
             return self._reduction
         if not getattr(function, "adds_up", False):

@@ -57,6 +57,13 @@ def most_tokens(model: Any) -> int | None:
     return next((limit for limit in limits if limit), None)
 
 
+def balances_experts(model: Any) -> bool:
+    """Whether the loss of a transformers model has a term that compares how often its experts are chosen."""
+    text: Any = getattr(model, "config", None)
+    text = text.get_text_config() if hasattr(text, "get_text_config") else text
+    return bool(getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0))
+
+
 def samples_of(inputs: Mapping[str, Any]) -> int | None:
     """Returns the number of samples of a batch by argument name; None where nobody knows how to divide it.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +287,16 @@ def test_coupled_samples_are_refused(coupled: dict[str, Any], why: str) -> None:
     with pytest.raises(Fold3dError, match=rf"micro_batch_size=2: this model's .*{why}.* Remove micro_batch_size"):
         gradients(model, {"x": torch.randn(4, WIDTH, dtype=torch.float64)}, micro_batch_size=2, loss_reduction="mean")
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_a_loss_that_balances_experts_is_refused_by_what_the_configuration_says(coefficient: float) -> None:
+    model = made()
+    model.config = SimpleNamespace(output_router_logits=True, router_aux_loss_coef=coefficient)  # type: ignore[assignment]
+    batch = {"x": torch.randn(4, WIDTH, dtype=torch.float64)}
+    context = pytest.raises(Fold3dError, match="a term that balances experts") if coefficient else nullcontext()
+    with context:
+        gradients(model, batch, micro_batch_size=2, loss_reduction="mean")
 
 
 @pytest.mark.parametrize(
