@@ -276,7 +276,8 @@ def run_round(options: argparse.Namespace) -> None:
         for name, reason in sorted(held.left_out.items()):
             print(f"{name} is left as it is: {reason}")
         places = ", ".join(f"{name} on {here.gpus} x {here.kind}" for name, here in sorted(held.placed.items()))
-        print(f"{policy.label}: {places or 'nobody runs'}; {held.moved} started or moved", flush=True)
+        nobody = "no other job runs" if held.left_out else "no job runs"
+        print(f"{policy.label}: {places or nobody}; {held.moved} started or moved", flush=True)
 
     begin = time.monotonic()
     once()

@@ -61,7 +61,7 @@ def add(costs: Any) -> None:
         metavar="P",
         help="price per GPU and hour; prints the cost of tokens; repeat it for each --device",
     )
-    costs.add_argument("--cluster", metavar="FILE", help="TOML or JSON file with options of this group")
+    costs.add_argument("--cluster", metavar="FILE", help=f"TOML or JSON file with any of: {', '.join(_OF_FILE)}")
 
 
 def of_each_device(options: argparse.Namespace) -> list[argparse.Namespace]:

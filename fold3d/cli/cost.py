@@ -183,6 +183,8 @@ def run(options: argparse.Namespace) -> None:
     machines = devices.choose_machines(options.devices, devices.read_prices(Path(options.prices)))
     measured = Measured()
     if options.rates is not None:
+        if not Path(options.rates).is_file():
+            raise ConfigError(f"--rates {options.rates} is no file; name the rates.json of a run")
         measured = Measured.read(Path(options.rates))
         _check_rates(options.rates, measured, machines)
     terms = _terms(options, measured.save_seconds + measured.start_seconds or _RESTART)

@@ -36,6 +36,8 @@ _MOST_SAMPLES = 128
 """Of a micro-batch, in a search."""
 _MOST_TOKENS = 2048
 """Of a sample, where nobody says and the model takes more."""
+_LEAST = 1e-9
+"""Of numbers that say how large or fast something is; 1 / _LEAST is the most."""
 _OF_COST = 1e9
 """Tokens whose cost is said."""
 
@@ -425,8 +427,13 @@ def _settle(options: argparse.Namespace) -> None:
         options.dtype = model_option.dtype_of(options)
     cluster_option.settle(options)
     for name in ("tflops", "bandwidth", "copy_bandwidth", "batch", "world_size", "global_samples", "price"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be positive")
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be positive")
+        if isinstance(value, float) and not _LEAST <= value <= 1 / _LEAST:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value:g}; it must be between {_LEAST:g} and {1 / _LEAST:g}"
+            )
     if not 0 <= options.latency < 1e9:
         raise ConfigError(f"--latency is {options.latency:g}; it must not be negative, and below 1e9 (1,000 s)")
     if options.world_size >= 1 << 31:
@@ -641,6 +648,9 @@ def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.
     tokens = options.tokens
     if tokens is not None and (tokens < 1 or not set(example) <= {"input_ids", "decoder_input_ids"}):
         raise ConfigError(f"--tokens={tokens} takes a positive number and a model whose input is input_ids")
+    most = most_tokens(model) if tokens is not None and model_option.is_config(options) else None
+    if tokens is not None and most is not None and tokens > most:
+        _say(f"--tokens={tokens} is more than the model was made for, {most}: it may refuse such batches in training")
     if tokens is None and model_option.is_config(options) and set(example) == {"input_ids"}:
         tokens = min(_MOST_TOKENS, most_tokens(model) or example["input_ids"].shape[1])
     made: dict[str, Any] = {}

@@ -70,7 +70,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], words: list[str], tmp_pat
         (["--efficiency", "1.5"], "--efficiency is 1.5; it must be a finite number"),
         (["--batch", "3"], "--global-samples 8 is not divisible by --batch 3"),
         (["--script", "a.py"], "--script has no effect with --format table; it is for sbatch and skypilot"),
-        (["--rates", "nowhere.json"], "--rates nowhere.json has measured nothing, none of which is in --devices; add"),
+        (["--rates", "nowhere.json"], "--rates nowhere.json is no file; name the rates.json of a run"),
         (["--sample-tokens", "99"], "--sample-tokens is 99; the model takes 32 at most"),
         pytest.param(
             ["--devices", "small:2"],

@@ -152,6 +152,8 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
         ((PLAIN, "-w", 2, "--global-samples", 4, "-m", 2), "--micro-batches is chosen where --global-samples is given"),
         ((PLAIN, "-w", 3, "-p", 2), "--world-size=3 is no multiple of --tp * --pp = 2; change one of them"),
         ((PLAIN, "-w", 2, "--tflops", 0), "--tflops is 0; it must be positive"),
+        ((PLAIN, "-w", 2, "--tflops", "1e-300"), "--tflops is 1e-300; it must be between 1e-09 and 1e+09"),
+        ((PLAIN, "-w", 2, "--bandwidth", "inf"), "--bandwidth is inf; it must be between 1e-09 and 1e+09"),
         ((PLAIN, "-w", 2, "--segments", "two"), "segments='two': invalid literal"),
         ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
         ((PLAIN, "-w", 2, "--dp_sync", "lazy"), "dp_sync='lazy': must be one of zero1, early, serial"),
