@@ -4,7 +4,6 @@ how long one takes, forward and backward, on a copy of it with made-up values.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fold3d.device import rng_untouched, synchronize
-from fold3d.trace import drop_coat
+from fold3d.trace import copy_without_coat
 from fold3d.trace.compound import compute_as_linear, holders, is_compound, move, parts_of
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
@@ -209,8 +208,7 @@ def real_copy(module: nn.Module, device: torch.device, generator: torch.Generato
             if isinstance(tensor, nn.Parameter):
                 real = nn.Parameter(real, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = real
-    made: nn.Module = copy.deepcopy(module, memo)
-    drop_coat(made, memo)
+    made = copy_without_coat(module, memo)
 
     def weight(shape: tuple[int, int], dtype: torch.dtype) -> nn.Parameter:
         return nn.Parameter(_values(TensorShape(shape, dtype), device, generator) * 0.02, requires_grad=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from fold3d.errors import TraceError
 from fold3d.sharding.split import Path
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.trace.arguments import Arguments, without_key_values
-from fold3d.trace.coat import Coat, Wrap, drop_coat
+from fold3d.trace.coat import Coat, Wrap, copy_without_coat
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import kinds_of
 from fold3d.trace.shape_only import ShapeOnly
@@ -218,8 +217,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         empty = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    shadow = copy.deepcopy(model, memo)
-    drop_coat(shadow, memo)
+    shadow = copy_without_coat(model, memo)
     for module in shadow.modules():
         drop_hooks(module, is_users)
         for name, buffer in module._buffers.items():

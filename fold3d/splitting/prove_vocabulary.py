@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from fold3d.sharding.vocabulary import Vocabulary
 from fold3d.splitting.emulate import EmulatedGroup, EmulatedOps
 from fold3d.splitting.proof import TOLERANCE
 from fold3d.tensor_parallel.vocabulary import install_vocabulary
-from fold3d.trace.coat import Coat, drop_coat
+from fold3d.trace.coat import Coat, copy_without_coat
 from fold3d.trace.wrappers import drop_hooks, users_hooks
 
 _WIDTH = 8
@@ -137,8 +136,7 @@ def _twin(module: nn.Module, values: dict[str, Tensor], part: Callable[[Tensor],
     memo: dict[int, Any] = {id(hook): hook for hook in users_hooks(module)}
     for name, parameter in module.named_parameters(recurse=False):
         memo[id(parameter)] = nn.Parameter(part(values[name]))
-    twin = copy.deepcopy(module, memo)
-    drop_coat(twin, memo)
+    twin = copy_without_coat(module, memo)
     drop_hooks(twin, lambda hook: True)
     for name, buffer in twin.named_buffers():
         if buffer.is_meta:

@@ -12,6 +12,7 @@ torch.compile of the user's interrupts its graph. Parameters are no part of it: 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from enum import Enum
 from inspect import unwrap
@@ -189,15 +190,21 @@ def row_beneath(module: nn.Module) -> Wrap | None:
     return row_of(found) if isinstance(found, BlockForward) and found is not own else None
 
 
-def drop_coat(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Takes what is left of the coat off a deep copy, and forwards of others that are functions: these are not copied
-    and would run the original module. Bound methods, such as accelerate's, are bound to the copy, and so are those that
-    they have around them, such as the forward that was there before (TRL's).
+def copy_without_coat(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Returns a deep copy without what is left of the coat, and without forwards of others that are functions: these
+    are not copied and would run the original module. Bound methods, such as accelerate's, are bound to the copy, and so
+    are those that they have around them, such as the forward that was there before (TRL's).
 
     Args:
-        memo: of the copying.
+        memo: as copy.deepcopy takes it.
     """
-    for module in copied.modules():
+    made: nn.Module = copy.deepcopy(module, memo)
+    _drop_coat(made, memo)
+    return made
+
+
+def _drop_coat(made: nn.Module, memo: Mapping[int, Any]) -> None:
+    for module in made.modules():
         drop_hooks(module, is_ours)
         _restore_attributes(module)
         own = vars(module).get("forward")

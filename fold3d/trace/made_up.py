@@ -6,7 +6,6 @@ nobody outside of the module but by what that returns, and the shapes of that do
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.torch_private import StorageLabels, unwrap_call
-from fold3d.trace.coat import drop_coat
+from fold3d.trace.coat import copy_without_coat
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks
 
@@ -120,8 +119,7 @@ def _with_values(module: nn.Module, value: Any) -> nn.Module:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 real = value(tensor)
                 memo[id(tensor)] = nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
-    made = copy.deepcopy(module, memo)
-    drop_coat(made, memo)
+    made = copy_without_coat(module, memo)
     for one in made.modules():
         unwrap_call(one)
         drop_hooks(one, lambda _: True)

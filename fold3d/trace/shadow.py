@@ -4,7 +4,6 @@ model; observers ride on the calls.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections import OrderedDict, deque
@@ -23,7 +22,7 @@ from fold3d.device import rng_untouched
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Arguments
 from fold3d.trace.caches import apart_from_caches
-from fold3d.trace.coat import drop_coat
+from fold3d.trace.coat import copy_without_coat
 from fold3d.trace.compound import compute_as_linear, holders, prepare_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks, is_users, users_hooks, whole_shape
@@ -257,7 +256,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     for _, module in compound:
         prepare_copy(module, memo)
     try:
-        shadow = copy.deepcopy(model, memo)
+        shadow = copy_without_coat(model, memo)
     except Exception as error:
         raise UncopiableError(
             f"{type(model).__name__} cannot be copied for recording ({type(error).__name__}: {error}). "
@@ -265,7 +264,6 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
         ) from error
     for parameter in frozen:
         parameter.requires_grad_(False)
-    drop_coat(shadow, memo)
     for module in shadow.modules():
         drop_hooks(module, is_users)
 

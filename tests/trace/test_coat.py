@@ -21,7 +21,7 @@ from fold3d import Engine, ParallelConfig
 from fold3d._C import BlockForward
 from fold3d.engine import engine as engine_module
 from fold3d.stage import rank_model
-from fold3d.trace.coat import Coat, Wrap, drop_coat, row_beneath, row_of
+from fold3d.trace.coat import Coat, Wrap, copy_without_coat, row_beneath, row_of
 from tests.helpers import data, models
 from tests.helpers.coats import look, rows_on
 
@@ -150,10 +150,10 @@ def test_copies_are_without_it(how: Callable[[nn.Module], nn.Module]) -> None:
         copied.load_state_dict(copied.state_dict())
         assert not called
         assert b"fold3d" not in pickle.dumps(module), "who reads it may not have fold3d"
-        drop_coat(copied, {})
-        assert "forward" not in vars(copied)
+        bare = copy_without_coat(copied, {})
+        assert "forward" not in vars(bare)
     if how is copy.deepcopy:
-        assert not copied._forward_pre_hooks and not copied._forward_hooks
+        assert not bare._forward_pre_hooks and not bare._forward_hooks
 
 
 def test_a_forward_around_the_one_before_is_that_of_the_copy() -> None:
@@ -165,9 +165,8 @@ def test_a_forward_around_the_one_before_is_that_of_the_copy() -> None:
         return before(*args, **named) * 2
 
     module.forward = MethodType(twice, module)  # type: ignore[method-assign]
-    want, memo = module(x), dict[int, Any]()
-    copied = copy.deepcopy(module, memo)
-    drop_coat(copied, memo)
+    want = module(x)
+    copied = copy_without_coat(module, {})
     assert torch.equal(copied(x), want)
     for parameter in copied.parameters():
         parameter.data.zero_()
