@@ -92,13 +92,20 @@ class PendingGradient(Tensor):
         return f"PendingGradient({self.of_parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def check_dropped(optimizer: Optimizer) -> None:
-    """Raises ConfigError where a run would drop gradients: a parameter of the optimizer's has one that is not zero."""
+RUNS_ANEW = "engine.run begins a step with gradients of zero"
+
+
+def check_dropped(optimizer: Optimizer, why: str = RUNS_ANEW) -> None:
+    """Raises ConfigError where gradients would be dropped: a parameter of the optimizer's has one that is not zero.
+
+    Args:
+        why: they would.
+    """
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     if any(one is not None and (isinstance(one, PendingGradient) or bool(one.norm())) for one in gradients):
         raise ConfigError(
-            "engine.run begins a step with gradients of zero, and nobody has taken those of the run before: call "
-            "optimizer.step(), or optimizer.zero_grad() to drop them. Micro-batches of one step all go into one run"
+            f"{why}, and nobody has taken those of the run before: call optimizer.step(), or optimizer.zero_grad() to "
+            "drop them. Micro-batches of one step all go into one run"
         )
 
 

@@ -32,7 +32,7 @@ from fold3d.comms.groups import Groups
 from fold3d.comms.world_group import WorldGroup
 from fold3d.config import ParallelConfig
 from fold3d.data_parallel import gradients
-from fold3d.data_parallel.bucket import Bucket
+from fold3d.data_parallel.bucket import RUNS_ANEW, Bucket
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
@@ -143,10 +143,23 @@ class DpSync(GradientSync):
         self._transfers.begin(self._early if self._late is None else ())
         self._reducer.begin(micro_batches, chunks, hold=self._plan.serial)
 
-    def check_taken(self) -> None:
-        """Raises ConfigError where the step before has summed gradients that nobody has taken, or off `.grad`."""
+    def check_taken(self, why: str = RUNS_ANEW) -> None:
+        """Raises ConfigError where the step before has summed gradients that nobody has taken, or off `.grad`.
+
+        Args:
+            why: they would be lost.
+        """
         if self._optimizer is not None and self._states.state in (State.SUMMING, State.SHOWN):
-            self._optimizer.check_dropped()
+            self._optimizer.check_dropped(why)
+
+    def between_steps(self) -> None:
+        """Drops what is left of a step that nobody takes; all replicas call before they look at late gradients.
+
+        Raises: ConfigError where an optimizer may still take it.
+        """
+        self.check_taken("the state of gradient_delay=1 is that between two steps, with gradients of one step")
+        if self._states.allows(Event.DROP):
+            self.abandon()
 
     def before_chunk(self, chunk: int) -> None:
         """Waits for the parameters that any module of the chunk may read."""

@@ -168,6 +168,7 @@ class WholeState(ABC):
         """
         self.meet("engine.state_dict()")
         cut, world = self._built().cut, self.groups.world
+        self._between_steps()
         self.drain()
         with self._supervisor.together("gathering the state"), self.whole_optimizer_state():
             full = {
@@ -220,6 +221,8 @@ class WholeState(ABC):
         rank = self._built()
         late, settings = full.get("late_gradients", {}), full.get("late_settings")
         check_late(settings, self.config)
+        self._between_steps()
+        self.drain()  # what is left of a step is one of the weights before these
         self.flush()
 
         def fill(name: str, gradient: torch.Tensor) -> bool:
@@ -240,7 +243,9 @@ class WholeState(ABC):
             optimizer's settings for their update, as JSON takes them. `flush=False` adds versions of weights that later
             steps need, as "NAME@1" of one update ago, and so on, and delay_correction="predict" what the last update
             added, as "NAME@update1". ({}, None) if nothing is kept.
+        Raises: CheckpointError where stages step with other groups or settings.
         """
+        self._between_steps()
         late, versions = self._late, self._versions
         waits = late is not None and late.settings is not None
         if not waits and versions is None:
@@ -249,7 +254,14 @@ class WholeState(ABC):
         tensors = {} if versions is None else versions.by_name()
         if late is None or late.settings is None:
             return tensors, []
-        return tensors | late.whole(), late.settings.saved()
+        settings, world = late.settings.saved(), self.groups.world
+        if any(one != settings for one in world.share_replica(world.gather_replica(settings))):
+            raise CheckpointError(
+                "the optimizer has other groups, or other settings of them, on other stages, and a state with late "
+                "gradients has those of all parameters once: make the same groups on every process (a group may have "
+                "no parameters on some), or save after engine.finish_updates()"
+            )
+        return tensors | late.whole(), settings
 
     def load_late_gradients(
         self,
@@ -264,6 +276,7 @@ class WholeState(ABC):
                 returns whether there was anything to fill it with.
         Raises: CheckpointError if some versions of weights that this rank needs are there and others are missing.
         """
+        self._between_steps()
         self.drain()
         if self._late is not None:
             optimizer = self.optimizer
@@ -299,6 +312,7 @@ class WholeState(ABC):
         """
         if not self.is_built:
             return None
+        self._between_steps()
         limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         return self._built().step.finish_updates(limit)
 
@@ -311,6 +325,12 @@ class WholeState(ABC):
     def _late(self) -> LateGradients | None:
         sync = self._built().sync
         return sync.late if isinstance(sync, DpSync) else None
+
+    def _between_steps(self) -> None:
+        """Raises: ConfigError where late gradients would be those of a step that is not over."""
+        sync = self._built().sync
+        if isinstance(sync, DpSync) and sync.late is not None:
+            sync.between_steps()
 
     def resume_at(self, step_index: int) -> None:
         """Sets the number of the next step, from 0. Dropout masks depend on it."""

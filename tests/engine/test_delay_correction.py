@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import fold3d
 from fold3d.data_parallel.late.weight_versions import WeightVersions
 from fold3d.data_parallel.optimizer.bucket_optimizer import BucketOptimizer
 from fold3d.engine.engine import Engine
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, RankError
 from tests.engine.test_late_gradients import CURVATURES, FIRST, RATES, STEPS, Parabola, step, weight
 
 WAYS = ("error_feedback", "predict")
@@ -126,6 +128,43 @@ def test_evaluations_and_states_change_no_bit_and_a_state_goes_on(built: Any, wa
         step(other, t)
     assert weight(again) == wanted
     assert weight(other) != wanted, "what the correction keeps is part of the state"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_is_dropped_leaves_what_the_correction_keeps(built: Any, way: str, raises: bool) -> None:
+    def train(drops: bool) -> tuple[float, float]:
+        engine, state = built(way, sgd), None
+        for t in range(STEPS):
+            if t == 6:
+                with pytest.raises(RankError) if drops and raises else nullcontext():
+                    _drop(engine, raises=raises) if drops else None
+                state = engine.state_dict()
+                with torch.no_grad():
+                    engine.model.w.mul_(0.9)
+            step(engine, t)
+        other = built(way, sgd)
+        other.load_state_dict(state)
+        with torch.no_grad():
+            other.model.w.mul_(0.9)
+        for t in range(6, STEPS):
+            step(other, t)
+        return weight(engine), weight(other)
+
+    wanted = train(False)
+    assert wanted[0] == wanted[1] and train(True) == pytest.approx(wanted, rel=1e-14)
+
+
+def _drop(engine: Engine, *, raises: bool) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value: Tensor = model(**batch)["loss"]
+        if raises:
+            raise ValueError("a sample that cannot be")
+        return value
+
+    engine.run([{"a": torch.tensor([100.0])}], loss)
+    assert engine.optimizer is not None
+    engine.optimizer.zero_grad()
 
 
 def test_predicted_weights_are_seen_by_steps_only(built: Any) -> None:

@@ -176,6 +176,32 @@ def test_a_step_that_is_not_taken_leaves_what_waits(built: Any) -> None:
     assert weight(other) == weight(engine)
 
 
+def test_a_state_is_that_between_steps(built: Any) -> None:
+    """Before the optimizer's step it would have the wrong gradients; behind one that is dropped it has what waits."""
+    engine, other = built(sgd), built(sgd)
+    for t in range(5):
+        step(engine, t)
+    state = engine.state_dict()
+    engine.run([{"a": torch.tensor([100.0])}], lambda model, batch: model(**batch)["loss"])
+    for call in (
+        engine.state_dict,
+        engine.late_gradients,
+        engine.finish_updates,
+        partial(engine.load_state_dict, state),
+    ):
+        with pytest.raises(ConfigError, match=r"is that between two steps, .* call optimizer.step\(\), or"):
+            call()
+    engine.optimizer.zero_grad()
+    dropped = engine.state_dict()
+    assert all(torch.equal(dropped["late_gradients"][name], one) for name, one in state["late_gradients"].items())
+    step(other, 0)
+    other.load_state_dict(dropped)
+    for t in range(5, STEPS):
+        step(engine, t)
+        step(other, t)
+    assert weight(other) == weight(engine)
+
+
 def test_evaluating_and_reading_states_changes_no_bit(built: Any) -> None:
     engine, other = built(sgd, clip=0.4), built(sgd, clip=0.4)
     for t in range(STEPS):

@@ -143,6 +143,38 @@ def test_a_state_goes_on_bit_for_bit(ranks: RankPool, rule: str, half: int) -> N
         ranks.run(train, PP, rule, range(half, STEPS), start=state)
 
 
+def go_back(rule: str) -> tuple[list[Any], list[Any]]:
+    """Returns the weights after some steps, and those after steps that were taken back."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = []
+        for bad in (range(0), range(5, 8)):
+            engine, state = make(rule), None
+            for t in (*range(5), *bad, *range(5, STEPS)):
+                if t == 5 and state is None:
+                    state = engine.state_dict()
+                elif t == 5:
+                    engine.load_state_dict(state)
+                    now = engine.state_dict()["model"]
+                    assert all(torch.equal(now[name], one) for name, one in state["model"].items())
+                engine.step({"x": inputs(t, 1)[0]})
+            engine.finish_updates()
+            weights = engine.state_dict()["model"]
+            found.append([weights[f"links.{k}.w"].item() for k in range(PP)])
+            engine.close()
+        return found[0], found[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_training_can_go_back_to_a_state(ranks: RankPool, rule: str) -> None:
+    """What is in the pipeline was computed on the weights that are left."""
+    for straight, back in ranks.run(go_back, PP, rule):
+        assert back == straight
+
+
 def touch(engine: Engine, step: int) -> None:
     """What callbacks do between steps: they write weights, through the parameters and past them, and freeze some."""
     engine.flush()

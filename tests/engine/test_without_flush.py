@@ -15,7 +15,7 @@ from fold3d.data_parallel.gradients import clip_coefficient
 from fold3d.data_parallel.late.weight_versions import WeightVersions
 from fold3d.data_parallel.late.without_flush import WithoutFlush
 from fold3d.engine.engine import Engine
-from fold3d.errors import ConfigError
+from fold3d.errors import ConfigError, Fold3dError
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.dist
@@ -165,6 +165,62 @@ def test_steps_of_other_sizes_and_looks_in_between_change_no_bit(ranks: RankPool
     assert plain[1] == pytest.approx([0.0, *norms], abs=1e-12)
     looking = ranks.run(train, PP, counts, 2)[0]
     assert looking[:2] == plain[:2]
+
+
+def look_before_the_step() -> list[str]:
+    """Returns what calls say that end what is in the pipeline before the optimizer has stepped."""
+    torch.set_default_dtype(torch.float64)
+    config = fold3d.ParallelConfig(pp=PP, segments=1, micro_batches=PP, gradient_delay=1, flush=False)
+    engine = Engine(Chain(), config, optimizer=sgd, max_grad_norm=CLIP, example={"x": inputs(0, 1)[0]})
+    said = []
+    try:
+        for t in range(3):
+            assert engine.optimizer is not None
+            engine.run([{"x": one} for one in inputs(t, PP)], lambda model, batch: model(**batch)["loss"] / PP)
+            if t == 2:
+                for call in (engine.drain, engine.state_dict):
+                    with pytest.raises(Fold3dError) as error:
+                        call()
+                    said.append(str(error.value))
+                return said
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        return said
+    finally:
+        engine.close()
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_ends_the_pipeline_comes_behind_the_optimizers_step(ranks: RankPool) -> None:
+    for drained, state in ranks.run(look_before_the_step, PP):
+        assert "each run is followed by optimizer.step(), before evaluations, checkpoints" in drained
+        assert "call optimizer.step()" in state or "failed" in state
+
+
+def groups_of_a_stage() -> str:
+    """Returns what a state says whose stages step with other settings."""
+    torch.set_default_dtype(torch.float64)
+
+    def by_stage(parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=0.1 * (1 + torch.distributed.get_rank()))
+
+    config = fold3d.ParallelConfig(pp=2, segments=1, micro_batches=2, gradient_delay=1)
+    engine = Engine(Chain(), config, optimizer=by_stage, example={"x": inputs(0, 1)[0]})
+    try:
+        engine.run([{"x": one} for one in inputs(0, 2)], lambda model, batch: model(**batch)["loss"] / 2)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        with pytest.raises(Fold3dError) as error:
+            engine.state_dict()
+        return str(error.value)
+    finally:
+        engine.close()
+        torch.set_default_dtype(torch.float32)
+
+
+def test_stages_with_settings_of_their_own_have_no_state_with_late_gradients(ranks: RankPool) -> None:
+    for said in ranks.run(groups_of_a_stage, 2):
+        assert "the optimizer has other groups, or other settings of them, on other stages" in said
 
 
 def _touch(engine: Engine, step: int) -> None:

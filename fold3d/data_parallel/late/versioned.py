@@ -94,10 +94,15 @@ class Predicted(Versioned):
         versions.point(versions.older(1))
 
     def end(self) -> None:
-        """See `DpSync.end`."""
+        """See `DpSync.end`. What the last update has added is there again: this step may be dropped, and weights be
+        written before the next one."""
         super().end()
         assert self._versions is not None
         self._versions.point(self._versions.newest)
+        for bucket in self.buckets:
+            if bucket.number not in self._unpredicted | self._updated:
+                self._versions.take_back(bucket)
+                self._unpredicted.add(bucket.number)
 
     def update(self, *, keeps: bool = True) -> None:
         """See `DpSync.update`."""
@@ -106,6 +111,7 @@ class Predicted(Versioned):
             self._optimizer.check_unchanged()
             self._make_room()
             self._updated = {bucket.number for bucket in self.buckets}
+            self._unpredicted.clear()
         elif self._states.has_gradients:
             self.forget_versions()
         super().update(keeps=keeps)

@@ -81,6 +81,11 @@ class WeightVersions:
         flats = self._flats[bucket.number]
         flats[self.older(1)].add_(flats[self._newest])
 
+    def take_back(self, bucket: Bucket) -> None:
+        """Puts what `subtract` has put there in the place of what `predict` has made of it."""
+        flats = self._flats[bucket.number]
+        flats[self.older(1)].sub_(flats[self._newest])
+
     def vanish(self, bucket: Bucket) -> None:
         """Puts what an update would add that changes nothing in the place of the version before."""
         self._flats[bucket.number][self.older(1)].zero_()

@@ -94,7 +94,12 @@ class WithoutFlush(Versioned):
         self._go_on()
 
     def begin_drain(self) -> None:
-        """What is left of the step before is about to run."""
+        """What is left of the step before is about to run. Raises: ConfigError where that step is not over."""
+        if self._states.allows(Event.DROP):
+            raise ConfigError(
+                "with flush=False each run is followed by optimizer.step(), before evaluations, checkpoints and all "
+                "else that ends what is in the pipeline: do that behind the step (on_step_end), or set flush=True"
+            )
         self._in_slice = False
         self._go_on()
 

@@ -83,9 +83,9 @@ class BucketwiseOptimizer:
             part = piece.of(bucket.weights)
             tensor.data = part if self._is_sharded[bucket.number] else laid_out(part, piece.parameter)
 
-    def check_dropped(self) -> None:
-        """Raises ConfigError where `.grad` shows gradients that it has not taken."""
-        check_dropped(self._optimizer)
+    def check_dropped(self, why: str) -> None:
+        """Raises ConfigError where `.grad` shows gradients that it has not taken, and says `why` they would be lost."""
+        check_dropped(self._optimizer, why)
 
     def settings(self, coefficient: Factor) -> Settings:
         """Returns the optimizer's settings of now, for gradients that are scaled by `coefficient`."""
