@@ -394,6 +394,7 @@ def library_slice_bytes(replicas: int, speed: float = 0.0) -> int: ...
 class ClusterModel:
     dp: int
     hosts: list[int]
+    halves: bool
     bandwidth: float
     latency_ns: int
     hop_latency_ns: int

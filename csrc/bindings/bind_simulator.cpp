@@ -79,6 +79,7 @@ void bind_model(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("dp", &ClusterModel::dp)
       .def_readwrite("hosts", &ClusterModel::hosts)
+      .def_readwrite("halves", &ClusterModel::halves)
       .def_readwrite("bandwidth", &ClusterModel::bandwidth)
       .def_readwrite("latency_ns", &ClusterModel::latency_ns)
       .def_readwrite("hop_latency_ns", &ClusterModel::hop_latency_ns)

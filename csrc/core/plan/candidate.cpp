@@ -135,6 +135,7 @@ ClusterModel cluster_model(const PlanJob& job, const Layout& layout, const Modes
   model.bucket_ns = ns(job.bucket_seconds);
   model.forward_ns = all_ns(layout.forward);
   model.backward_ns = all_ns(layout.backward);
+  model.halves = job.may_split && !layout.spared.rebuilds_blocks();
   model.head_ns = std::min(ns(layout.head), model.backward_ns.back());
   if (!job.exposed_forward.empty()) model.forward_tp_ns = parts_ns(layout.forward_tp, model.forward_ns);
   if (!job.exposed_backward.empty()) model.backward_tp_ns = parts_ns(layout.backward_tp, model.backward_ns);

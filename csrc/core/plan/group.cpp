@@ -96,12 +96,6 @@ bool is_only(const std::vector<Way>& ways, Way way) {
   return std::all_of(ways.begin(), ways.end(), [way](Way one) { return one == way; });
 }
 
-/// Whether something is computed again by blocks or inside of them: their backwards do not run in halves.
-bool rebuilds_blocks(const Spared& spared) {
-  return std::any_of(spared.again.begin(), spared.again.end(),
-                     [](const Choice& choice) { return choice.every > 0 || choice.inside >= 0; });
-}
-
 }  // namespace
 
 std::vector<int> segments_to_try(const PlanJob& job, const PlanSpace& space) {
@@ -130,7 +124,7 @@ std::vector<Order> orders_to_try(const PlanJob& job, const PlanSpace& space, int
   std::vector<Order> found;
   for (const SchedulerInfo& info : registry()) {
     if (!asked.empty() && info.name != asked) continue;
-    if (asked.empty() && splits_backward(info.name) && (!job.may_split || rebuilds_blocks(space.sparing.fixed)))
+    if (asked.empty() && splits_backward(info.name) && (!job.may_split || space.sparing.fixed.rebuilds_blocks()))
       continue;
     // With one segment these are the others'.
     if (asked.empty() && (!info.allows(segments) || info.uses_segments != (segments > 1))) continue;

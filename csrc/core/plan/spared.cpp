@@ -12,6 +12,11 @@ bool Spared::recomputes() const {
   return std::any_of(again.begin(), again.end(), [](const Choice& choice) { return !choice.nothing(); });
 }
 
+bool Spared::rebuilds_blocks() const {
+  return std::any_of(again.begin(), again.end(),
+                     [](const Choice& choice) { return choice.every > 0 || choice.inside >= 0; });
+}
+
 std::vector<Choice> Spared::of_chunks(int chunks) const {
   const auto count = static_cast<std::size_t>(chunks);
   if (again.size() == 1) return std::vector<Choice>(count, again.front());

@@ -27,6 +27,8 @@ struct Spared {
   int percent = 100;                       ///< of the micro-batches, whose stashes leave
 
   bool recomputes() const;
+  /// Whether something is computed again by blocks or inside of them: their backwards do not run in halves.
+  bool rebuilds_blocks() const;
   /// In how many ways memory is spared: by recomputation, by what leaves.
   int ways() const { return (recomputes() ? 1 : 0) + (leaves == Leaves::kNothing ? 0 : 1); }
   bool nothing() const { return ways() == 0; }

@@ -67,6 +67,7 @@ struct ClusterModel {
 
   std::vector<std::int64_t> forward_ns;   ///< one micro-batch
   std::vector<std::int64_t> backward_ns;  ///< one micro-batch; I and W of a split backward take half each
+  bool halves = true;  ///< backwards may run in halves; else an I takes all of one, and its W nothing
   /// The part of the last chunk's backward that is its head's: that of its forward, where a backward does not follow it
   /// at once (core/passes/head.h).
   std::int64_t head_ns = 0;

@@ -326,13 +326,19 @@ void TrainingRun::sent(const Network::Sent& what) {
   if (options_.spans) spans_.push_back(span);
 }
 
+/// Time of an action, of its chunk's whole forward and backward.
+std::int64_t TrainingRun::share_of(const Action& action, std::int64_t forward, std::int64_t backward) const {
+  const bool is_half = action.kind == Kind::kBackwardInput || action.kind == Kind::kBackwardWeight;
+  if (!model_.halves && is_half && action.chunk > 0) return action.kind == Kind::kBackwardInput ? backward : 0;
+  return time_of(action.kind, action.chunk, forward, backward);
+}
+
 std::int64_t TrainingRun::duration_of(const SimulatedProgram::Node& node) const {
   const Action& action = node.action;
   const std::size_t chunk = at(action.chunk);
   const std::int64_t head = node.turns ? model_.head_ns : 0;
-  const std::int64_t time =
-      time_of(action.kind, action.chunk, model_.forward_ns[chunk], model_.backward_ns[chunk] - head) +
-      (action.kind == Kind::kForward ? head : 0);
+  const std::int64_t time = share_of(action, model_.forward_ns[chunk], model_.backward_ns[chunk] - head) +
+                            (action.kind == Kind::kForward ? head : 0);
   // Sums of the first forward were kept: computing again waits for none.
   const bool again = action.kind == Kind::kRecompute && !model_.forward_tp_ns.empty();
   return model_.action_ns + time - (again ? model_.forward_tp_ns[chunk] : 0);
@@ -352,9 +358,9 @@ std::int64_t TrainingRun::exposed_tp_ns(int stage) const {
   };
   std::int64_t sum = 0;
   for (const int node : program_.ranks[at(stage)]) {
-    const auto [chunk, kind, micro_batch] = program_.nodes[at(node)].action;
-    if (kind == Kind::kRecompute) continue;
-    sum += time_of(kind, chunk, of(model_.forward_tp_ns, chunk), of(model_.backward_tp_ns, chunk));
+    const Action& action = program_.nodes[at(node)].action;
+    if (action.kind == Kind::kRecompute) continue;
+    sum += share_of(action, of(model_.forward_tp_ns, action.chunk), of(model_.backward_tp_ns, action.chunk));
   }
   return sum;
 }

@@ -78,6 +78,7 @@ class TrainingRun {
   std::size_t window() const;
   std::int64_t length_until(std::size_t step) const;
   std::int64_t start_of_last_step() const { return ends_.size() > 1 ? ends_[ends_.size() - 2] : 0; }
+  std::int64_t share_of(const Action& action, std::int64_t forward, std::int64_t backward) const;
   std::int64_t duration_of(const SimulatedProgram::Node& node) const;
   const SimulatedProgram::Node& current(int rank) const;
   int& arrivals(int rank, int node);

@@ -277,6 +277,22 @@ TEST(CoreSimulate, SameInputSameOutput) {
   }
 }
 
+TEST(CoreSimulate, BackwardsThatDoNotRunInHalvesGainNothingWhereTheyAreSplit) {
+  for (const int pp : {2, 4}) {
+    for (const int m : {4, 8}) {
+      const Schedule split = generate("zb_h1", {{pp, 1, m}, 0, ""});
+      ClusterModel model = even(split.shape, 1, 0, 0);
+      const std::int64_t in_halves = simulate_step(split, model).step_ns;
+      model.halves = false;
+      const TrainingStep whole = simulate_step(split, model);
+      const std::int64_t plain = makespan(generate("1f1b", {{pp, 1, m}, 0, ""}));
+      EXPECT_LT(in_halves, plain);
+      EXPECT_GE(whole.step_ns, plain);
+      for (const RankBreakdown& rank : whole.ranks) EXPECT_EQ(rank.compute_ns, m * (kForward + kBackward));
+    }
+  }
+}
+
 TEST(CoreSimulate, SplitBackwardsProduceTheirBucketsInW) {
   const Schedule schedule = parse_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n");
   ClusterModel model = even(schedule.shape, 2, 2'000'000, 0);
