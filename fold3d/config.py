@@ -516,7 +516,8 @@ class ParallelConfig:
         for name in ("preempt", "offload_optimizer", "flush", "retune"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if self.delay_correction != "none" and not self.gradient_delay:
+        # What a strategy says of it is known when it is followed.
+        if self.delay_correction != "none" and not self.gradient_delay and self.strategy is None:
             raise ConfigError(
                 f"delay_correction={self.delay_correction!r} has no effect with gradient_delay=0; set "
                 "gradient_delay=1, or remove it"

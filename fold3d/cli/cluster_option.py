@@ -93,8 +93,9 @@ def settle(options: argparse.Namespace) -> None:
     kinds = [] if options.device is None else _kinds(options.device)
     if len(kinds) > 1 and options.tflops is not None:
         raise ConfigError(f"--tflops says one speed, and --device {options.device} has several; leave it out")
-    if len(kinds) > 1 and options.hosts is None and options.world_size is None:
-        options.world_size = sum(number for _, number in kinds)
+    said = sum(number for _, number in kinds)
+    if said and options.hosts is None and options.world_size is None:
+        options.world_size = said
     _count(options)
     device, options.slowness = _device(options, kinds)
     for one, other in (
@@ -144,7 +145,7 @@ def words_of(options: argparse.Namespace) -> str:
     hosts: Hosts | None = options.placement
     said = f"{options.world_size} processes, {options.tflops:g} TFLOP/s each"
     if options.peak is not None:
-        said += f" of {options.peak / 1e12:g} in {options.dtype}"
+        said += f" of {options.peak / 1e12:g} in {options.dtype or DTYPES[0]}"
     if options.slowness:
         said += f", the slowest {max(options.slowness):.3g} times slower ({options.device})"
     if hosts is not None:
@@ -179,11 +180,11 @@ def _device(
 ) -> tuple[Device | None, tuple[float, ...]]:
     """Returns what is planned with: of several kinds the speed of the fastest, and else what the smallest has; and how
     long each rank takes relative to that speed. Raises: ConfigError for another number of processes."""
+    dtype, count = options.dtype or DTYPES[0], sum(number for _, number in kinds)
+    if count not in (0, options.world_size):
+        raise ConfigError(f"--device {options.device} has {count} GPUs, and there are {options.world_size} processes")
     if len(kinds) < 2:
         return (kinds[0][0] if kinds else None), ()
-    dtype, count = options.dtype or DTYPES[0], sum(number for _, number in kinds)
-    if count != options.world_size:
-        raise ConfigError(f"--device {options.device} has {count} GPUs, and there are {options.world_size} processes")
     fastest = max((one for one, _ in kinds), key=lambda one: one.peak(dtype))
     slowness = tuple(fastest.peak(dtype) / one.peak(dtype) for one, number in kinds for _ in range(number))
     least = {name: min(getattr(one, name) for one, _ in kinds) for name in ("memory", "within", "pcie")}

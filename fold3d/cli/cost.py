@@ -46,10 +46,14 @@ class MachinePlans:
 
         Raises: ConfigError, TraceError for a model that cannot be recorded.
         """
+        import torch
+
         from fold3d.trace.batches import is_transformers_model
 
         model: Any
         model, example = model_option.load(options)
+        dtype = model_option.dtype_of(options)
+        model = model if dtype is None else model.to(getattr(torch, dtype))  # as `fold3d plan` does
         if example is None or set(example) != {"input_ids"}:
             raise ConfigError(f"{options.model!r} is no model whose input is input_ids alone: tokens cannot be counted")
         text = model.config.get_text_config() if is_transformers_model(model) else None
@@ -110,6 +114,7 @@ class MachinePlans:
 
     def _job(self, mesh: Mesh, machine: Machine) -> TrainingJob:
         """Raises: ConfigError for a mesh that the model cannot have."""
+        from fold3d.config import ParallelConfig
         from fold3d.plan.job import HostLink, Hosts
 
         hosts = Hosts(
@@ -118,12 +123,15 @@ class MachinePlans:
             within=HostLink(machine.within_gbit * 1e9 / 8, _LATENCY_WITHIN),
         )
         flops, memory = machine.tflops * 1e12 * self._options.efficiency, int(machine.memory_gb * 1e9 * _FREE)
-        return self._layers.job(mesh, flops, hosts, memory_limit=memory)
+        shards = ParallelConfig(tp=mesh.tp, pp=mesh.pp).sequence_parallel
+        return self._layers.job(mesh, flops, hosts, sequence_parallel=bool(shards), memory_limit=memory)
 
 
 _FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")
 _RESTART = 360.0
 """Seconds, where nothing was measured."""
+_HARDLY = 1e-3
+"""The least part of spot machines that last until a training has started on them."""
 _TIMES = {"": 1.0, "h": 1.0, "m": 1.0 / 60.0, "d": 24.0}
 _LONGEST = 1e6
 """Hours."""
@@ -188,6 +196,11 @@ def run(options: argparse.Namespace) -> None:
         measured = Measured.read(Path(options.rates))
         _check_rates(options.rates, measured, machines)
     terms = _terms(options, measured.save_seconds + measured.start_seconds or _RESTART)
+    if math.exp(-terms.restart / terms.up) < _HARDLY:
+        raise ConfigError(
+            f"--spot-up is {terms.up:g} hours, and a start takes {terms.restart:.3g} hours: hardly any spot machine "
+            "would last that long; raise it, lower --restart, or leave spot prices out"
+        )
     known = MachinePlans(options)
     plans = []
     for machine in machines:

@@ -166,7 +166,9 @@ def _job(options: argparse.Namespace) -> _Job:
         raise ConfigError(f"-n is {per_host}: how many processes to start on each host, at least 1")
     if per_host < 1:
         raise ConfigError("this host has no GPU: say how many processes to start on each host, -n 4")
-    port = given.get("port") or (20000 + int(job_id) % 10000 if is_slurm and job_id else 29500)
+    port = given.get("port", 20000 + int(job_id) % 10000 if is_slurm and job_id else 29500)
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"--port is {port}; it must be between 1 and 65535")
     return _Job(
         hosts=hosts,
         is_slurm=is_slurm,
@@ -236,7 +238,7 @@ def _plan(job: _Job) -> Iterator[str]:
     if mesh.parallel is not None:
         yield f"{world} processes on {where}; the mesh is chosen at the start"
         return
-    tp, pp = mesh.tp or 1, mesh.pp or 1
+    tp, pp = (1 if size is None else size for size in (mesh.tp, mesh.pp))
     is_told = not {mesh.dp, mesh.tp, mesh.pp} <= {None}
     dp = ParallelConfig(dp=mesh.dp, tp=tp, pp=pp).resolve_dp(world)
     yield f"{world} processes on {where}" + (f": dp={dp}, tp={tp}, pp={pp}" if is_told else "")

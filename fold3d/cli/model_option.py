@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,15 @@ def _load(source: str) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
         raise ConfigError(f"{source!r}: {error}") from None
     if not callable(function):
         raise ConfigError(f"{source!r} is a {type(function).__name__}, and must be a function that returns a module")
-    with torch.device("meta"):
-        result = function()
+    try:
+        with torch.device("meta"):
+            result = function()
+    except Exception as error:  # of the user's code there is no end of kinds
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            f"{source!r} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}); it runs on the meta "
+            "device, where tensors have no values"
+        ) from error
     model, *batch = result if isinstance(result, tuple) else (result,)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{source!r} returned a {type(model).__name__}, not a torch.nn.Module")

@@ -95,7 +95,11 @@ def add(subcommands: Any, *, knobs: bool) -> None:
     costs.add_argument(
         "--measure", action="store_true", help="time the layers on this machine instead of assuming --tflops"
     )
-    number("--bandwidth", metavar="GBIT", help="bandwidth per process, each way; default 10")
+    number(
+        "--bandwidth",
+        metavar="GBIT",
+        help="bandwidth per process, with --hosts that of a host's network card, each way; default 10",
+    )
     number("--latency", metavar="US", help="latency of a message, in us; default 50")
     number("--copy-bandwidth", metavar="GB", help="GB/s between device and host memory, each way; default 25")
     cluster_option.add(costs)
@@ -162,6 +166,9 @@ def _answer(options: argparse.Namespace, known: ModelLayers | None = None) -> _P
     from fold3d.plan.space.registry import KNOBS, constrained
     from fold3d.plan.strategy import Constraints
 
+    for knob in KNOBS:
+        if getattr(options, knob.name) == AUTO:  # the planner's choice, as where nothing is said
+            setattr(options, knob.name, None)
     strategy = None if options.strategy is None else _given(options)
     _settle(options)
     if options.no_flush:  # nothing else goes without one
@@ -459,6 +466,15 @@ def _settle(options: argparse.Namespace) -> None:
             f"--global-micro-batches={options.global_micro_batches} is for --tp auto or --pp auto; "
             "with both given, --micro-batches says how many a replica runs"
         )
+    _check_late(options)
+    if options.ranks_per_host is not None and options.ranks_per_host < 1:
+        raise ConfigError(f"--ranks-per-host is {options.ranks_per_host}; a host has at least one")
+
+
+def _check_late(options: argparse.Namespace) -> None:
+    """Raises: ConfigError for settings of late gradients that do not go together."""
+    from fold3d.plan.space.offload import OPTIMIZER
+
     if options.gradient_delay != "1":
         for name in (
             name for name in ("no_flush", "delay_correction") if getattr(options, name) not in (False, "none")
@@ -466,10 +482,15 @@ def _settle(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} needs late gradients; set --gradient-delay 1")
     if options.no_flush and options.tp != 1:
         raise ConfigError("--no-flush is not available with --tp; leave it out")
+    if options.no_flush and options.pp == 1:
+        raise ConfigError("--no-flush has no effect with --pp 1, where there is no pipeline; leave it out")
+    on_host = options.offload_optimizer is not None and OPTIMIZER.read(options.offload_optimizer)
+    on_device = {"--no-flush": options.no_flush, "--delay-correction predict": options.delay_correction == "predict"}
+    for name, is_said in on_device.items():
+        if is_said and on_host:
+            raise ConfigError(f"{name} is not available with --offload-optimizer True; leave one of them out")
     if options.no_flush and options.delay_correction == "predict":
         raise ConfigError("--delay-correction predict is not available with --no-flush; leave one of them out")
-    if options.ranks_per_host is not None and options.ranks_per_host < 1:
-        raise ConfigError(f"--ranks-per-host is {options.ranks_per_host}; a host has at least one")
 
 
 def _config(options: argparse.Namespace, tp: int, pp: int, micro_batches: int | None = None) -> ParallelConfig:
@@ -490,7 +511,7 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
     from fold3d.plan.layout import places
     from fold3d.plan.space.mesh import meshes
 
-    return meshes(
+    found = meshes(
         options.world_size,
         options.global_micro_batches,
         tp=options.tp,
@@ -498,6 +519,7 @@ def _meshes(options: argparse.Namespace, layers: _Layers) -> list[Mesh]:
         ranks_per_host=options.ranks_per_host or _RANKS_PER_HOST,
         most_stages=len(places(layers.trace)),
     )
+    return [mesh for mesh in found if mesh.pp > 1] if options.no_flush else found  # else there is no pipeline
 
 
 def _mesh_table(tried: Sequence[Tried[Mesh]], layers: _Layers) -> str:
@@ -650,7 +672,7 @@ def _resized(model: nn.Module, example: Mapping[str, Tensor], options: argparse.
         raise ConfigError(f"--tokens={tokens} takes a positive number and a model whose input is input_ids")
     most = most_tokens(model) if tokens is not None and model_option.is_config(options) else None
     if tokens is not None and most is not None and tokens > most:
-        _say(f"--tokens={tokens} is more than the model was made for, {most}: it may refuse such batches in training")
+        raise ConfigError(f"--tokens={tokens}: the model takes {most} at most; its configuration says how many")
     if tokens is None and model_option.is_config(options) and set(example) == {"input_ids"}:
         tokens = min(_MOST_TOKENS, most_tokens(model) or example["input_ids"].shape[1])
     made: dict[str, Any] = {}

@@ -51,6 +51,11 @@ def followed(config: ParallelConfig) -> ParallelConfig:
         if knob.flag(value, strategy) is not None:
             said[knob.name] = value if isinstance(value, (int, str)) else knob.text(value)
     said = dict.fromkeys(("recompute", "offload"), "none") | said
+    if config.delay_correction != "none" and not said.get("gradient_delay"):
+        raise ConfigError(
+            f"delay_correction={config.delay_correction!r} has no effect with the strategy, which has "
+            "gradient_delay=0; remove it"
+        )
     for field in fields(ParallelConfig):
         mine, its = getattr(config, field.name), said.get(field.name, field.default)
         if field.name in (*FOLLOWED, *said) and mine not in (field.default, its):

@@ -150,7 +150,10 @@ def _space(job: TrainingJob, constraints: Constraints) -> _C.PlanSpace:
         options.ranges, options.segments = list(constraints.ranges), None
     options.schedule, options.group_size = name or "", constraints.group_size or 0
     if name is not None and name.endswith(".csv"):
-        options.give(schedules.load_csv(name))
+        given = schedules.load_csv(name)
+        options.give(given)
+        if constraints.ranges is None and constraints.segments is None:
+            options.segments = given.segments
     if constraints.modes is not None:
         options.set_modes([list(stage) for stage in constraints.modes])
     elif constraints.dp_sync is None:

@@ -71,6 +71,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], words: list[str], tmp_pat
         (["--batch", "3"], "--global-samples 8 is not divisible by --batch 3"),
         (["--script", "a.py"], "--script has no effect with --format table; it is for sbatch and skypilot"),
         (["--rates", "nowhere.json"], "--rates nowhere.json is no file; name the rates.json of a run"),
+        (["--spot-up", "0.01", "--spot-down", "0"], "--spot-up is 0.01 hours, and a start takes 0.1 hours: hardly any"),
         (["--sample-tokens", "99"], "--sample-tokens is 99; the model takes 32 at most"),
         pytest.param(
             ["--devices", "small:2"],

@@ -122,6 +122,8 @@ def test_what_a_recipe_says_trainingarguments_understand(capsys: pytest.CaptureF
     [
         ("launch -n 4", ("", ""), "which script?"),
         ("launch -n 3 train.py --pp 2", ("", ""), "pp=2 needs 2 processes, or a multiple of them, but the job has 3"),
+        ("launch -n 4 train.py --pp 0", ("", ""), "pp=0"),
+        ("launch -n 4 --port 99999999 train.py", ("", ""), "--port is 99999999; it must be between 1 and 65535"),
         ("launch -n 4 --hosts a,a train.py", ("", ""), "--hosts=a,a: must be different names"),
         ("launch -n 4 --env MINE train.py", ("", ""), "--env=MINE: must be NAME=VALUE"),
         ("launch -n 4 nowhere.py", ("", ""), "'nowhere.py' is no file here"),

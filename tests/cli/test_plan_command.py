@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from fold3d import schedule as schedules
 from fold3d.cli.main import main
 from fold3d.plan.strategy import Strategy, parse
 from tests.cli.test_trace_command import Plain, gpt2_folder  # noqa: F401  a fixture
@@ -42,6 +43,10 @@ def with_text() -> tuple[torch.nn.Module, dict[str, str]]:
     return Plain(), {"x": "hello"}
 
 
+def raises() -> torch.nn.Module:
+    raise KeyError("size")
+
+
 def without_samples() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Plain(), {"x": torch.zeros(0, 4)}
 
@@ -66,6 +71,31 @@ def test_a_transformers_model(capsys, gpt2_folder):  # noqa: F811
     assert f"the planner chose {found.name}\n" in out
     assert f"pin it with --segments {found.segments} --schedule {found.schedule} " in out
     assert [line.split()[:2] for line in out.splitlines()[-2:]] == [["stage", "0"], ["stage", "1"]]
+
+
+def test_auto_is_the_planners_choice(capsys):
+    plain = run(capsys, PLAIN, "-w", 2, "-m", 4)
+    autos = [word for name in ("segments", "recompute", "schedule", "dp-sync") for word in (f"--{name}", "auto")]
+    assert plain[0] == 0 and run(capsys, PLAIN, "-w", 2, "-m", 4, *autos) == plain
+
+
+def test_a_schedule_of_a_file_says_how_many_segments(capsys, tmp_path):
+    path = tmp_path / "mine.csv"
+    schedules.save_csv(schedules.generate("interleaved", pp=2, segments=2, micro_batches=4), path)
+    code, out, err = run(capsys, PLAIN, "-w", 2, "-p", 2, "-m", 4, "--schedule", path)
+    assert code == 0 and not err and strategy_in(out).segments == 2
+
+
+def test_splitting_backwards_gains_nothing_for_shards(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 4, "-t", 2, "-p", 2, "-m", 4, "--tokens", 16, "--segments", 1, "--tflops", 0.001)
+    found = {name: step_ms(run(capsys, *common, "--schedule", name)[1]) for name in ("1f1b", "zb_h1")}
+    assert found["zb_h1"] >= found["1f1b"]
+
+
+def test_no_mesh_without_a_pipeline_is_planned_without_a_flush(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-p", "auto", "--global-micro-batches", 4, "--tokens", 16)
+    code, out, err = run(capsys, *common, *LATE, "--no-flush")
+    assert code == 0 and not err and strategy_in(out).pp == 2
 
 
 def test_a_terminal_is_told_what_takes_a_while(capsys, monkeypatch, gpt2_folder):  # noqa: F811
@@ -145,6 +175,10 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
         assert step_ms(alone) == milliseconds
 
 
+LATE = ("--gradient-delay", 1)
+ON_HOST = ("--offload-optimizer", "true")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -154,6 +188,11 @@ def test_the_size_of_micro_batches_is_chosen_for_a_number_of_samples(capsys, gpt
         ((PLAIN, "-w", 2, "--tflops", 0), "--tflops is 0; it must be positive"),
         ((PLAIN, "-w", 2, "--tflops", "1e-300"), "--tflops is 1e-300; it must be between 1e-09 and 1e+09"),
         ((PLAIN, "-w", 2, "--bandwidth", "inf"), "--bandwidth is inf; it must be between 1e-09 and 1e+09"),
+        ((PLAIN, "-w", 4, "--device", "A100-80GB:8"), "A100-80GB:8 has 8 GPUs, and there are 4 processes"),
+        ((PLAIN, "-w", 2, *LATE, "--no-flush"), "--no-flush has no effect with --pp 1"),
+        ((PLAIN, "-w", 2, "-p", 2, *LATE, "--no-flush", *ON_HOST), "--no-flush is not available with --offload-opt"),
+        ((PLAIN, "-w", 2, *LATE, "--delay-correction", "predict", *ON_HOST), "predict is not available with --offload"),
+        (("tests.cli.test_plan_command:raises", "-w", 2), "raised KeyError: 'size' ("),
         ((PLAIN, "-w", 2, "--segments", "two"), "segments='two': invalid literal"),
         ((PLAIN, "-w", 2, "--segments", 9), "lower segments or pp"),
         ((PLAIN, "-w", 2, "--dp_sync", "lazy"), "dp_sync='lazy': must be one of zero1, early, serial"),

@@ -65,9 +65,11 @@ class EachMicroBatch(Versioned):
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """See `Versioned.attach`. Raises: ConfigError for weights that several stages hold."""
-        if self._tied_parameters:
+        # Stages between them do not hold them.
+        tied = self._groups.world.decide(list(self._tied_parameters), lambda shares: [n for one in shares for n in one])
+        if tied:
             raise ConfigError(
-                f"{min(self._tied_parameters)} lies on several stages, which PipeDream's weight_versions update at "
+                f"{min(tied)} lies on several stages, which PipeDream's weight_versions update at "
                 'different times: set tie_word_embeddings=False in the model\'s configuration, or weight_versions="2bw"'
             )
         super().attach(optimizer, parts=parts)

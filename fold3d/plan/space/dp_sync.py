@@ -47,7 +47,7 @@ DTYPE = Knob(
     check=_check_dtype,
     default=WHOLE,
     costs=lambda job, value: replace(job, gradient_share=gradient_share(value)),
-    flag=lambda value, strategy: None if value == WHOLE else value,
+    flag=lambda value, strategy: None if value == WHOLE or strategy.dp == 1 else value,  # nothing is sent
 )
 
 
