@@ -299,7 +299,7 @@ class Engine(state.WholeState):
         """
         self._built()
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer, *, replaces: bool = False) -> None:
         """Makes `optimizer.step()` part of DP.sync: it returns at once, and each layer is updated before its next
         forward. All ranks call.
 
@@ -307,12 +307,19 @@ class Engine(state.WholeState):
         after `flush`. Gradients are then not in `.grad` (see `run`). With one replica `optimizer.step()` stays as it
         is. An optimizer that the constructor made is attached already.
 
+        Args:
+            replaces: it takes the place of the one that was attached before, which is left to itself.
         Raises: ConfigError for a second optimizer, and when dp_sync="zero1" or offload_optimizer does not work with
             this optimizer or host.
         """
         rank = self._built()
-        if self.optimizer is not None:
+        if self.optimizer is not None and not replaces:
             raise ConfigError("this engine has an optimizer already")
+        if self.optimizer is not None:
+            self.flush()
+        if rank.step.hooks is not None:
+            rank.step.hooks.remove()
+            rank.step.hooks = None
         self.optimizer = optimizer
         cut_state(optimizer, rank.cut.parameters, rank.cut.parts)
         with all_or_none(self.world) if self.config.offload_optimizer else contextlib.nullcontext():
@@ -453,13 +460,14 @@ class Engine(state.WholeState):
             batch: this replica's; tensors by argument name, of any batch size.
         """
         check_batches([batch])
-        was_training = self.model.training
+        training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
             share = self.forward(batch, self._share_of_loss([batch]))
             return self._built().step.mean_loss(share)
         finally:
-            self.model.train(was_training)
+            for module, mode in training.items():
+                module.training = mode
 
     def breakdown(self) -> StepBreakdown:
         """Returns where this rank's time went in the last `run`. Any rank may call it alone."""

@@ -200,6 +200,9 @@ class EvaluatingTrainer(CheckpointingTrainer):
     ) -> tuple[Any, Any, Any]:
         """Evaluates one batch through all chunks; returns loss, logits and labels on every rank of the replica, as the
         stock Trainer's. All ranks call."""
+        if self.model is not self.engine.model:
+            self._check_whole("evaluate")
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         stock = super().prediction_step
         # Counting labels talks to the other replicas, which happens outside of the engine's step.

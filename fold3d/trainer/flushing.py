@@ -79,8 +79,9 @@ class FlushingHandler(CallbackHandler):
             self.has_stepped.set()
             self.before_update()
         readers = [type(c).__name__ for c in self.callbacks if may_read(c, event, "reads_weights")]
-        if event == "on_train_begin":
-            self.load(bool(readers))
+        if event == "on_train_begin":  # these events come before the first micro-batch
+            begin = (event, "on_epoch_begin", "on_step_begin")
+            self.load(any(implements(one, name) for one in self.callbacks for name in begin))
         if event in _EVERY_STEP and self.engine.topology.dp > 1:
             for name in [name for name in readers if name not in self._told]:
                 logger.warning(

@@ -278,14 +278,19 @@ class CheckpointingTrainer(transformers.Trainer):
 
         Raises: ConfigError where other processes have some of its weights.
         """
+        self._check_whole("save")
+        if self.args.should_save:
+            super()._save(str(folder), state_dict=self.model.state_dict())
+
+    def _check_whole(self, verb: str) -> None:
+        """Raises: ConfigError where the user has set another model as the Trainer's, of which processes have parts."""
         missing = next((name for name, one in self.model.named_parameters() if one.is_meta or is_released(one)), None)
         if missing is not None or self.engine.config.tp > 1:
             raise ConfigError(
                 "trainer.model is another model than was trained, and processes have parts of "
-                f"{missing or 'its weights'}: save the trained one, load it in one process, and change it there"
+                f"{missing or 'its weights'}: {verb} the trained one, or save it, load it in one process, and go on "
+                "there"
             )
-        if self.args.should_save:
-            super()._save(str(folder), state_dict=self.model.state_dict())
 
     def _save_as_the_user_does(self, output_dir: str) -> None:
         """Calls an overridden `_save` where the stock Trainer would, on rank 0, with the whole state_dict, which its
@@ -555,6 +560,20 @@ class CheckpointingTrainer(transformers.Trainer):
             else:
                 stored[name] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE))
+
+    def _follow_groups(self) -> None:
+        """The optimizer's groups are others than when training began: they count from now on.
+
+        Raises: ConfigError where other processes have parameters of the model, which nobody can add to groups here.
+        """
+        if self.args.pp * self.args.tp > 1:
+            raise ConfigError(
+                "the optimizer has got other parameter groups since training began, and with pp or tp a process has a "
+                "part of the parameters only: make all groups before training, with lr=0 for those that come later"
+            )
+        names = {id(parameter): name for name, parameter in self.engine.owned.items()}
+        groups = (group["params"] for group in self._plain_optimizer().param_groups)
+        self.layout = OptimizerLayout(tuple(tuple(names[id(one)] for one in group) for group in groups))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.layout is not None

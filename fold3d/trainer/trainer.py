@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -125,6 +126,7 @@ class Trainer(SearchingTrainer):
         self._loss_state = LossState(self)
         self._measure_nothing_yet()
         self.layout = None
+        self._laid_out: Optimizer | None = None  # of which `layout` is
         with building_trainer():
             super().__init__(model, args, *others, **named)
         refuse_callbacks(self.callback_handler.callbacks)
@@ -193,11 +195,17 @@ class Trainer(SearchingTrainer):
         FlushingHandler.adopt(
             *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
             flush=self._flush,
-            before_update=lambda: self._wait_for_copies(),
+            before_update=self._before_update,
             load=self._load_early,
         )
         self.callback_handler.flags.listen(_WRITING, lambda: self._background.is_writing)
         self.callback_handler.flags.listen(_PREEMPTED, lambda: is_asked_to_end(callbacks))
+
+    def _before_update(self) -> None:
+        """The optimizer is about to step. Raises: ConfigError for groups that have come since it was divided."""
+        self._wait_for_copies()
+        if self.layout is not None and len(self._plain_optimizer().param_groups) != len(self.layout.groups):
+            self._follow_groups()
 
     def _flush(self) -> None:
         """The weights are about to be read, or changed, by somebody else."""
@@ -303,14 +311,14 @@ class Trainer(SearchingTrainer):
             raise ConfigError(f"timeline={timeline} has no effect: training has {max_steps} steps")
         if timeline is not None and timeline <= self.state.global_step:
             logger.warning("timeline=%s: resumed after step %s, none is written", timeline, self.state.global_step)
-        if self.layout is None:
+        if self.layout is None or self.optimizer is None or self._plain_optimizer() is not self._laid_out:
             self._create_optimizer_over_whole_model()
         self._waiting.clear()
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.count_anew()
         made = self._plain_optimizer()
-        if self.engine.is_built and self.engine.optimizer is None:
-            self.engine.attach(made)
+        if self.engine.is_built and self.engine.optimizer is not made:
+            self.engine.attach(made, replaces=True)
         resume = resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume)  # type: ignore[no-untyped-call]
         if self._plain_optimizer() is not made:
@@ -321,20 +329,31 @@ class Trainer(SearchingTrainer):
 
     def _create_optimizer_over_whole_model(self) -> None:
         """Makes the optimizer as the stock Trainer would, over all parameters, and keeps this rank's if it is cut."""
-        # Weights of other ranks, of this training's engine or of an earlier one's.
-        elsewhere = [p for p in self.model.parameters() if isinstance(p, MissingWeight) and p.trainable]
-        for parameter in elsewhere:
-            parameter.requires_grad_(True)
-        try:
+        with self._all_trained():
             self.create_optimizer()
-        finally:
-            for parameter in elsewhere:
-                parameter.requires_grad_(False)
         if not self.engine.is_built:
             self._before = dict(self.model.named_parameters())
             return
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.layout = self._layout_of(names)
+
+    def create_optimizer(self, *args: Any, **named: Any) -> Any:
+        """As the stock Trainer's: over all parameters, also of a model that is cut."""
+        with self._all_trained():
+            return super().create_optimizer(*args, **named)
+
+    @contextlib.contextmanager
+    def _all_trained(self) -> Iterator[None]:
+        """Weights of other ranks, of this training's engine or of an earlier one's, count as trained in the body."""
+        elsewhere = [p for p in self.model.parameters() if isinstance(p, MissingWeight) and p.trainable]
+        elsewhere = [one for one in elsewhere if not one.requires_grad]
+        for parameter in elsewhere:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in elsewhere:
+                parameter.requires_grad_(False)
 
     def _use_engine(self) -> None:
         """The model has been cut: the optimizer keeps this rank's parameters, and what is to be loaded is."""
@@ -357,7 +376,8 @@ class Trainer(SearchingTrainer):
         return self._trainable | {name for name, parameter in self._before.items() if id(parameter) in stepped}
 
     def _layout_of(self, names: Mapping[int, str]) -> OptimizerLayout:
-        return OptimizerLayout.restrict(self._plain_optimizer(), names, self.engine.owned, self.engine.parts)
+        self._laid_out = self._plain_optimizer()
+        return OptimizerLayout.restrict(self._laid_out, names, self.engine.owned, self.engine.parts)
 
     def _compile_options(self) -> dict[str, Any] | None:
         """Returns what the stock Trainer would compile the model with; None where it would not."""
