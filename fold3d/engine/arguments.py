@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,20 +114,39 @@ def refuse_wrapped(model: Module) -> None:
 
 
 def refuse_two_in_one(model: Module) -> None:
-    """Raises ConfigError for two parameters in one memory: put elsewhere, or stepped in parts, they would be two."""
-    first_at: dict[tuple[int, int], str] = {}
-    for name, parameter in model.named_parameters():
-        if is_released(parameter) or is_compound(parameter):
-            continue
-        value = parameter.data
-        if value.is_meta or value.layout != torch.strided or not value.nbytes:
-            continue
-        first = first_at.setdefault((value.data_ptr(), value.nbytes), name)
-        if first != name:
+    """Raises ConfigError for a parameter in the memory of another one, of a buffer, or of a tensor that a module keeps:
+    put elsewhere, or stepped in parts, they would be two."""
+    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and counts[id(getattr(module, "weight", None))] > 1:
             raise ConfigError(
-                f"{first} and {name} are two parameters in the same memory (one's .data was given to the other). Tie "
-                f"them as one parameter: set the module's attribute to the other one itself"
+                f"{name} has max_norm={module.max_norm}, so its forward writes to its weight, which is tied to another "
+                "module's: that one may be in another process, or run before. Set max_norm=None, or untie them"
             )
+    weights = set(map(id, model.parameters()))
+    places: dict[int, tuple[int, int, str, bool]] = {}  # by tensor: its first byte, the first one behind it, its name
+    for prefix, module in model.named_modules():
+        for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if not isinstance(value, Tensor) or id(value) in places or is_compound(value):
+                continue
+            if isinstance(value, torch.nn.Parameter) and is_released(value):
+                continue
+            data = value.data
+            if data.is_meta or data.layout != torch.strided or not data.numel():
+                continue
+            elements = 1 + sum((size - 1) * step for size, step in zip(data.shape, data.stride(), strict=True))
+            begin = data.data_ptr()
+            full = f"{prefix}.{name}" if prefix else name
+            places[id(value)] = begin, begin + elements * data.element_size(), full, id(value) in weights
+    last = 0, 0, "", False
+    for place in sorted(places.values()):
+        if place[0] < last[1] and (place[3] or last[3]):
+            raise ConfigError(
+                f"{last[2]} and {place[2]} are in the same memory, as a view of a weight, its .detach() or .data are. "
+                "Tie them as one parameter (set the module's attribute to the other one itself), or compute the one "
+                "from the other in the forward"
+            )
+        last = max(last, place, key=lambda one: one[1])
 
 
 def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -413,6 +413,8 @@ class SplitModel:
         enter = seeding.constant_of(f"{name}:enter")
         leave = self._constants[indices[0]]
         places, calls = frozenset(indices), self._trace.calls
+        above = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+        ends = {one: self._model.get_submodule(one) for one in (name, *above)}  # whose calls end with the chunk
 
         execute = self._watching_state(name, recomputed(module, original) if name in self._recompute else original)
         # Of the blocks that are left out, C++ skips those for which the last one can stand, unless anything is
@@ -431,7 +433,7 @@ class SplitModel:
             if run.with_grad and not torch.is_grad_enabled():
                 self._refuse_functions(name)
             if index + 1 == run.hi and run.with_grad and not run.last:
-                _refuse_backward_hooks(name, module)
+                _refuse_backward_hooks(ends)
             run.begin_module(enter)
             try:
                 borders, cargo = run.borders, run.cargo
@@ -584,14 +586,16 @@ class SplitModel:
             raise SplitError(f"block '{name}' runs inside {function}")
 
 
-def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
-    """Of a block that ends a chunk: its call ends with an exception, behind which torch would put them."""
-    if module._backward_hooks:
-        raise SplitError(
-            f"block '{name}' has a backward hook, which would not be called: the model is cut behind the block, and "
-            "what reads its result is in another chunk. Put the hook on a module inside of the block, or on its result "
-            "(a forward hook that calls output.register_hook), or set pp=1 and segments=1"
-        )
+def _refuse_backward_hooks(ends: Mapping[str, nn.Module]) -> None:
+    """Of a block that ends a chunk, and what holds it: their calls end with an exception, behind which torch would put
+    them."""
+    for name, module in ends.items():
+        if module._backward_hooks:
+            raise SplitError(
+                f"'{name}' has a backward hook, which would not be called: the model is cut in it, or behind it, and "
+                "what reads its result is in another chunk. Put the hook on a module inside of a block, or on a "
+                "block's result (a forward hook that calls output.register_hook), or set pp=1 and segments=1"
+            )
 
 
 def _is_no_number(leaf: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
+from fold3d.trace.compound import is_compound
 from fold3d.trace.state import (
     ABSENT,
     MOST,
@@ -207,31 +208,36 @@ _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF",
 
 
 @functools.lru_cache(maxsize=1024)
-def _loaded(code: CodeType, last: int) -> frozenset[str]:
-    """Returns the names of variables around a function that its code uses up to the instruction at offset `last`."""
+def _loaded(code: CodeType, last: int, *, attributes: bool = False) -> frozenset[str]:
+    """Returns the names of variables around a function that its code uses up to the instruction at offset `last`.
+
+    Args:
+        attributes: of attributes instead, and texts that may be names of some.
+    """
     so_far = [one for one in dis.get_instructions(code) if one.offset <= last]
-    names = {str(one.argval) for one in so_far if one.opname in _LOADS}
-    inner = [one.argval for one in so_far if isinstance(one.argval, CodeType)]
-    return frozenset(names.union(*(_all_loaded(one) for one in inner)))
+    if attributes:
+        texts = {one.argval for one in so_far if one.opname == "LOAD_CONST" and isinstance(one.argval, str)}
+        names = texts | {str(one.argval) for one in so_far if one.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    else:
+        names = {str(one.argval) for one in so_far if one.opname in _LOADS}
+    inner = (one.argval for one in so_far if isinstance(one.argval, CodeType))
+    return frozenset(names).union(*(_loaded(one, len(one.co_code), attributes=attributes) for one in inner))
 
 
-def _all_loaded(code: CodeType) -> frozenset[str]:
-    return _loaded(code, len(code.co_code))
-
-
-def _read_so_far(frames: Iterable[FrameType]) -> dict[CodeType, set[str]]:
-    """Returns the names of variables around functions that have been read where `frames` are: by their code, and by
-    that of the user's functions whose names it uses."""
-    found: dict[CodeType, set[str]] = {}
-    todo = [(frame.f_code, _loaded(frame.f_code, frame.f_lasti), frame.f_globals) for frame in frames]
+def _run_so_far(frames: Iterable[FrameType]) -> dict[CodeType, int]:
+    """Returns the code that has run where `frames` are, up to which instruction: theirs, and that of the user's
+    functions whose names it uses."""
+    found: dict[CodeType, int] = {}
+    own = [frame for frame in frames if is_users(str(frame.f_globals.get("__name__")))]
+    todo = [(frame.f_code, frame.f_lasti, frame.f_globals) for frame in own]
     while todo:
-        code, names, around = todo.pop()
-        if names <= found.get(code, set()):
+        code, last, around = todo.pop()
+        if last <= found.get(code, -1):
             continue
-        found.setdefault(code, set()).update(names)
-        for one in (around.get(name) for name in names):
+        found[code] = last
+        for one in (around.get(name) for name in _loaded(code, last)):
             if isinstance(one, FunctionType) and is_users(one.__module__):
-                todo.append((one.__code__, _all_loaded(one.__code__), one.__globals__))
+                todo.append((one.__code__, len(one.__code__.co_code), one.__globals__))
     return found
 
 
@@ -356,7 +362,9 @@ class SharedValues:
             if not isinstance(space.owner, nn.Module) and id(space.owner) not in known
         ]
         self._flags: dict[tuple[int, str], bool] = {}
-        self._parameters = dict(model.named_parameters()) if kinds else {}
+        weights = model.named_parameters() if kinds else ()
+        # What is quantised is packed anew by its library.
+        self._parameters = {name: one for name, one in weights if not is_compound(one)}
         self._unseen = unseen
 
     @contextlib.contextmanager
@@ -657,6 +665,9 @@ class KeptAttributes:
         """By number of the namespace, the names that the first half has set; where there are any."""
         self._read: list[tuple[Namespace, str]] = []
         """Attributes of objects, and variables of functions, that the first half has read, and not set."""
+        self._root, self._ran = Namespace({}, object, ""), dict[CodeType, int]()
+        """The model's attributes, and the code that has run in the first half."""
+        self._set_of_root: set[str] = set()
         self._made: set[tuple[int, str]] = set()
         self._runs, self._held, self._comes_again = 0, list[_Held](), False
         self._at: dict[object, list[_Value]] = {}
@@ -680,8 +691,7 @@ class KeptAttributes:
         self._spaces = [*own, *state.namespaces]
         before, before_of_model = [space.contents() for space in own], state.contents()
         versions = state.versions(before_of_model)
-        root = Namespace(vars(model), type(model), f"attribute of {type(model).__name__}", model)
-        with _noted([root, *(space for space in own if space.owner is not None)]) as (noted, read):
+        with _noted([space for space in own if space.owner is not None]) as (noted, read):
             yield
         if trained != state.trained():
             raise SplitError(
@@ -689,7 +699,7 @@ class KeptAttributes:
                 "before the model's call, and in a model that is cut other micro-batches begin meanwhile: do that "
                 "before training, or set pp=1 and segments=1, where nothing is cut"
             )
-        variables = _read_so_far(frames())
+        self._root, self._ran = namespace_of(model), _run_so_far(frames())
         for space, then in zip(own, before, strict=True):
             now = space.contents()
             names = now.changed(then)
@@ -698,14 +708,15 @@ class KeptAttributes:
                 self._read += [(space, name) for name in read[id(space.owner)] - names]
             else:
                 _set_in_front(space.kind, names, then.values)
-                used = variables.get(space.kind, _NONE) if isinstance(space.kind, CodeType) else _NONE
+                last = self._ran.get(space.kind) if isinstance(space.kind, CodeType) else None
+                used = _NONE if last is None else _loaded(space.kind, last)
                 self._read += [(space, name) for name in used - names if name in space.values]
             if names:
                 self._names[len(self._kept)] = names
             self._kept.append(now.kept(names | _SET_IN_FRONT.get(space.kind, _NONE), then))
         of_model = state.contents()
         changed = state.changed(of_model, before_of_model, versions)
-        self._read += [(root, name) for name in read[id(model)] - changed.get(0, set()) - _OF_EVERY_MODULE]
+        self._set_of_root = changed.get(0, set[str]())
         for number, names in changed.items():
             _set_in_front(state.namespaces[number].kind, names, before_of_model[number])
             self._names[len(own) + number] = names
@@ -746,17 +757,22 @@ class KeptAttributes:
             one.set(state)
         held = [_Held(*one) for one in self._values()]
         read = [(space, name, version(space.values.get(name, ABSENT))) for space, name in self._read]
+        of_root = self._of_root()
         yield
         for one, state in zip(self._generators, states, strict=True):
             one.set(state)
-        for space, name, then in read:
-            if version(space.values.get(name, ABSENT)) != then:
-                raise SplitError(
-                    f"the loss function reads '{name}' ({space.what}) in front of the model's call, and changes it "
-                    "behind that; in a model that is cut other micro-batches begin in between, and would find what was "
-                    "there before: read it behind the call, change it in a callback (on_step_end), or set pp=1 and "
-                    "segments=1, where nothing is cut"
-                )
+        changed = [(space, name) for space, name, then in read if version(space.values.get(name, ABSENT)) != then]
+        set_behind = [name for name, now in self._of_root().items() if of_root.get(name, ABSENT) != now]
+        if set_behind:
+            used = frozenset[str]().union(*(_loaded(*one, attributes=True) for one in self._ran.items()))
+            changed += [(self._root, name) for name in set_behind if name in used]
+        for space, name in changed:
+            raise SplitError(
+                f"the loss function reads '{name}' ({space.what}) in front of the model's call, and changes it "
+                "behind that; in a model that is cut other micro-batches begin in between, and would find what was "
+                "there before: read it behind the call, change it in a callback (on_step_end), or set pp=1 and "
+                "segments=1, where nothing is cut"
+            )
         for value in held:
             if not value.is_changed:
                 if (value.number, value.name) not in self._made:
@@ -767,6 +783,15 @@ class KeptAttributes:
                     "and in a model that is cut other micro-batches begin in between: set it on one side only, or set "
                     "pp=1 and segments=1, where nothing is cut"
                 )
+
+    def _of_root(self) -> dict[str, Version]:
+        """Returns what differs once an attribute of the model has changed, but for those that the first half has
+        set."""
+        return {
+            name: version(one)
+            for name, one in self._root.values.items()
+            if name not in _OF_EVERY_MODULE and name not in self._set_of_root
+        }
 
     def _values(self) -> list[_Value]:
         """Returns the micro-batch's own values."""

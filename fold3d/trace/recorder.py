@@ -267,6 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._hooks.given(args, kwargs)
+            self._between.given({**{f"argument {place}": one for place, one in enumerate(args)}, **kwargs})
             try:
                 return forward(*args, **kwargs)
             except NEEDS_VALUES as error:

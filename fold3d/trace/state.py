@@ -12,7 +12,7 @@ import itertools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -393,8 +393,8 @@ SHARED_STATE = (
 
 class StateBetween:
     """Values that blocks hand to each other in attributes of the user's objects and modules, and in containers, that
-    several of them have, such as a count of the blocks so far. A chunk without the first of these blocks would find
-    what was there before it.
+    several of them have or are called with, such as a count of the blocks so far. A chunk without the first of these
+    blocks would find what was there before it.
 
     What only one block of a forward changes (a table that grows) does not count, nor do tensors, whose reads a
     recording follows.
@@ -415,6 +415,8 @@ class StateBetween:
             for key, (one, name) in mine.items():
                 found[key] = 1 + found.get(key, (0,))[0], one, name
         self._shared = [(one, name) for count, one, name in found.values() if count > 1]
+        self._given: dict[int, tuple[Any, str]] = {}
+        """What blocks of this forward are called with, by the number of the object."""
         self._then: dict[tuple[int, str], Any] = {}
         self._by: dict[tuple[int, str], Any] = {}
         """Of what has changed in this forward: the block that did it first."""
@@ -426,6 +428,14 @@ class StateBetween:
     def begin(self) -> None:
         """A forward, or its part that is a chunk, begins."""
         self._by.clear()
+        self._given.clear()
+
+    def given(self, arguments: Mapping[str, Any]) -> None:
+        """The block that runs next is called with these."""
+        for name, one in arguments.items():
+            if id(one) not in self._given and (type(one) in _COUNT or is_users_object(one)):
+                self._given[id(one)] = one, name
+                self._then[id(one), ""] = _counts(one)
 
     def enter(self) -> None:
         """A block runs next."""
@@ -439,7 +449,7 @@ class StateBetween:
         for key, value in now.items():
             if key in self._then and not same(value, self._then[key]):
                 if key in self._by:
-                    one, name = self._shared[key[0]]
+                    one, name = self._given[key[0]] if not key[1] else self._shared[key[0]]
                     found.append((name or f"{type(one).__name__}.{key[1]}", self._by[key]))
                 self._by.setdefault(key, block)
         self._then = now  # parts of a micro-batch take turns in a block: the other one has not changed it as well
@@ -453,4 +463,22 @@ class StateBetween:
             if (name or key not in OF_EVERY_MODULE or not isinstance(one, nn.Module))
             and (kept := plain(value)) is not OTHER
             and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(kept))
-        }
+        } | {(number, ""): _counts(one) for number, (one, _) in self._given.items()}
+
+
+_COUNT = frozenset((dict, list, set, deque, np.ndarray, *ITERATORS))
+
+
+def _counts(argument: Any) -> Any:
+    """Returns what counts in an argument: what is plain in it, and how many others there are in a list."""
+    if not isinstance(argument, (dict, list, set, deque, np.ndarray, *ITERATORS)):
+        argument = dict(attributes_of(argument))
+    if isinstance(argument, dict):
+        return {key: kept for key, one in argument.items() if (kept := _count(one)) is not OTHER}
+    return [_count(one) for one in argument] if isinstance(argument, (list, deque)) else plain(argument)
+
+
+def _count(value: Any) -> Any:
+    if type(value) in (dict, list, deque):
+        return _counts(value)
+    return OTHER if any(True for _ in tensors_in(value)) else plain(value)

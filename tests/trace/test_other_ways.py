@@ -167,7 +167,7 @@ def test_backward_hooks_run_or_are_refused(number: int) -> None:
     model.layers[number].register_full_backward_hook(doubled)
     recorded, ranks = halves(model)
     if number == 1:
-        with pytest.raises(SplitError, match=r"block 'layers.1' has a backward hook, which would not be called"):
+        with pytest.raises(SplitError, match=r"'layers.1' has a backward hook, which would not be called"):
             chained(ranks, recorded, 2, batch())
     else:
         assert_equal(chained(ranks, recorded, 2, batch()), whole(model, batch()))

@@ -165,7 +165,7 @@ def test_two_parameters_in_one_memory() -> None:
     """Where the model is cut, or replicas step parts of it, they became two without a word."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are two parameters in the same memory"):
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight are in the same memory"):
         fold3d.Engine(model, fold3d.ParallelConfig(segments=2))
 
 
