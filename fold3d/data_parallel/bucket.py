@@ -183,9 +183,16 @@ class Bucket:
         self._starts = [0, *itertools.accumulate(sizes)]
         total = _round_up(self._starts[-1], replicas * _ALIGN)
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters), torch.float32)
+        if dtype.is_complex:
+            name = next(name for name, one in zip(self.names, self.parameters, strict=True) if one.is_complex())
+            raise ConfigError(
+                f"{name} is {dtype}, and replicas, like late gradients, add up real numbers only: keep it as real "
+                "numbers (torch.view_as_real), and make the complex ones in the forward, or set dp=1"
+            )
         self.weights: Tensor | None = None
         self.versions: list[Tensor] = []
         self._pending: list[PendingGradient] = []
+        self._writes: list[int] = []  # how often each weight had been written to when its update was left to later
         self._others: list[tuple[int, Tensor, list[Tensor], list[bool]]] = []
         for key in reversed(self.keys):
             flat = torch.zeros(total, dtype=dtype, device=first.device)
@@ -255,12 +262,45 @@ class Bucket:
             parameter.grad = view if view.dtype == parameter.dtype else None
 
     def accumulate(self, index: int) -> None:
-        """A backward pass gave parameter `index` a gradient."""
-        self.used[index] = True
+        """A backward pass gave parameter `index` a gradient, which hooks of the user's may have replaced or dropped."""
         parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.add_(parameter.grad)
+        gradient = parameter.grad
+        if view.dtype != parameter.dtype:  # `.grad` has that of this pass alone
+            self.used[index] = self.used[index] or gradient is not None
+            if gradient is not None:
+                view.add_(gradient)
             parameter.grad = None
+        else:  # `.grad` has the sum so far
+            self.used[index] = gradient is not None
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                view.copy_(gradient)
+            parameter.grad = view
+
+    def check_attached(self) -> None:
+        """Raises ConfigError where somebody has replaced a gradient behind `accumulate`."""
+        for name, parameter, view in zip(self.names, self.parameters, self.views, strict=True):
+            if view.dtype == parameter.dtype and parameter.grad is not view:
+                raise ConfigError(
+                    f"{name}.grad was replaced after the backward had been added up, such as by a hook "
+                    "(register_post_accumulate_grad_hook) that was registered later than the engine's: change "
+                    "gradients in place, or register it before the engine is built"
+                )
+
+    def note_writes(self) -> None:
+        """From now until `check_unwritten` the weights are not what they will be."""
+        self._writes = [parameter._version for parameter in self.parameters]
+
+    def check_unwritten(self) -> None:
+        """Raises ConfigError where somebody has written to a weight since `note_writes`."""
+        writes, self._writes = self._writes, []
+        for name, parameter, then in zip(self.names, self.parameters, writes, strict=False):
+            if parameter._version != then:
+                raise ConfigError(
+                    f"{name} was written to behind optimizer.step(), and its update comes only before its next "
+                    "forward: call engine.flush() before weights or the optimizer's state are changed"
+                )
 
     def set_used(self, used: Iterable[Any]) -> None:
         """Whether any micro-batch gave each parameter a gradient, here or elsewhere."""

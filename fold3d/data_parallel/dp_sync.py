@@ -174,6 +174,8 @@ class DpSync(GradientSync):
         """All backwards are done. Without an optimizer, and in a whole step, leaves the mean gradients in `.grad`,
         those of weights that several ranks of a replica hold summed over them."""
         self._states.on(Event.HAND_OVER)
+        for bucket in self.buckets:
+            bucket.check_attached()
         self._reducer.release()
         if self._optimizer is not None and not self._whole:
             for bucket in self.buckets:
@@ -252,6 +254,7 @@ class DpSync(GradientSync):
                 if not is_shown and bucket.number not in gathered:
                     self._transfers.gather_gradients(bucket)
             self._readiness.close(bucket)
+            bucket.note_writes()
         if self._late is not None:
             self._late.keep(settings if keeps else None, self._early)
         self._states.on(Event.TAKE)
@@ -459,6 +462,7 @@ class DpSync(GradientSync):
         self._tied.share_first()
 
     def _open(self, bucket: Bucket) -> None:
+        bucket.check_unwritten()
         self._transfers.wait_gathered(bucket)
         if self._optimizer is not None and self._optimizer.step_postponed(bucket) and not self._states.in_grad:
             bucket.clear()

@@ -93,11 +93,13 @@ def share_first(gradient: torch.Tensor, used: list[bool], source: int, group: An
 
 
 def norm_dtype(model: Module) -> torch.dtype:
-    """Returns fp32, or the dtype of the model's widest parameter if that is wider.
+    """Returns fp32, or the dtype of the model's widest parameter that has gradients if that is wider.
 
     Of the whole model, also where a stage holds a part of it: all ranks must round the norm alike.
     """
-    widest = functools.reduce(torch.promote_types, (parameter.dtype for parameter in model.parameters()), torch.float32)
+    dtypes = (one.dtype for one in model.parameters() if one.is_floating_point() or one.is_complex())
+    # Those of 8 bits, which have no gradients, cannot be promoted.
+    widest = functools.reduce(torch.promote_types, (one for one in dtypes if one.itemsize > 1), torch.float32)
     return widest.to_real()  # a norm of complex gradients is real
 
 
@@ -179,7 +181,8 @@ def sum_of_squares(
             torch.ops.fold3d.squares(tensor.float() if tensor.dtype == torch.float16 else tensor.contiguous(), result)
         total = result[0]
     elif tensors:
-        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(tensors))])
+        dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(dense)])
         total = norms.square().sum()
     for tensor, factors in weighted:
         total = total + tensor.to(torch.float64).square().mul_(factors).sum()

@@ -134,7 +134,7 @@ class FailureBoard:
         self._requests.put((lambda: None, Future()))  # wakes the thread, if it has not ended yet
         for thread in (self._talker, self._watcher):
             if thread is not threading.current_thread():  # the garbage collector may close an engine on any thread
-                thread.join(timeout=1.0)
+                thread.join(timeout=_ANSWER_SECONDS + 1.0)  # left in the store, it would abort the process at its end
 
     def _ask(self, request: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         """Returns what `request` returns on the store's thread. The store may block for ever, this call does not."""

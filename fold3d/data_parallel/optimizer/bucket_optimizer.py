@@ -5,6 +5,7 @@ step_by_kernel(): a step of AdamW by fold3d's kernel, clipping and update in one
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -285,6 +286,10 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "train", "eval")})
     twin.state = defaultdict(dict)
     twin.param_groups = groups
+    manager = getattr(twin, "mng", None)
+    if hasattr(manager, "index2config"):  # bitsandbytes': settings of single parameters, by their place in the groups
+        twin.mng = copy.copy(manager)  # type: ignore[attr-defined]
+        twin.mng.index2config = {}  # type: ignore[attr-defined]
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     return twin

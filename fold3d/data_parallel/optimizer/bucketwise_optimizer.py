@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -52,7 +53,8 @@ class BucketwiseOptimizer:
         self._groups = groups_of(optimizer)
         self._is_sharded = list(sharded)
         self._sharded = [bucket for bucket, is_sharded in zip(buckets, sharded, strict=True) if is_sharded]
-        self._pending: dict[int, Settings] = {}  # buckets that are to be stepped when they are opened
+        # Buckets that are to be stepped when they are opened, and in which autocast.
+        self._pending: dict[int, tuple[Settings, AbstractContextManager[Any]]] = {}
         self._collected = False  # the optimizer's state is whole
         tensors: list[list[tuple[Piece, Tensor]]] = []
         for bucket, is_sharded in zip(buckets, sharded, strict=True):
@@ -102,8 +104,8 @@ class BucketwiseOptimizer:
         self.parts[bucket.number].prepare(_shard_gradients(bucket), settings)
 
     def postpone(self, bucket: Bucket, settings: Settings) -> None:
-        """`step_postponed` shall step the whole bucket."""
-        self._pending[bucket.number] = settings
+        """`step_postponed` shall step the whole bucket, in the autocast of now: forwards have theirs."""
+        self._pending[bucket.number] = settings, _autocast_of_now(bucket.gradients.device.type)
 
     def is_postponed(self, bucket: Bucket) -> bool:
         """Whether the bucket is still to be stepped."""
@@ -111,11 +113,13 @@ class BucketwiseOptimizer:
 
     def step_postponed(self, bucket: Bucket) -> bool:
         """Steps a bucket whose gradients are here, if it is still to be stepped; returns whether it was."""
-        settings = self._pending.pop(bucket.number, None)
-        if settings is None:
+        pending = self._pending.pop(bucket.number, None)
+        if pending is None:
             return False
+        settings, autocast = pending
         gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
-        self.parts[bucket.number].step(gradients, settings)
+        with torch.inference_mode(False), autocast:
+            self.parts[bucket.number].step(gradients, settings)
         return True
 
     def check_unchanged(self) -> None:
@@ -202,6 +206,10 @@ class BucketwiseOptimizer:
         apart = [parameter for bucket in self._sharded for parameter in bucket.parameters]
         if apart and not isinstance(self._optimizer.state, state.StateInParts):
             self._optimizer.state = state.StateInParts(self._optimizer.state, apart, self._state_is_whole)
+
+
+def _autocast_of_now(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
 def parts_of(

@@ -67,11 +67,12 @@ def _check_separable(
     held = next(
         (name for name, one in vars(optimizer).items() if any(isinstance(o, Optimizer) for o in _each(one))), ""
     )
-    if held and (parts or on_host):
-        where = "offload_optimizer=True" if on_host else 'dp_sync="zero1"'
+    if held:
+        where = "offload_optimizer=True" if on_host else "with several replicas, and with gradient_delay=1, DP.sync"
         raise ConfigError(
-            f"{where} steps parts of parameters, but {name} has another optimizer do it ({held!r}), which knows the "
-            f"whole ones only: {'set offload_optimizer=False' if on_host else instead}"
+            f"{where} steps layers, or parts of them, apart, but {name} has another optimizer do it ({held!r}), which "
+            f"steps all: {'set offload_optimizer=False' if on_host else 'use an optimizer that steps by itself'}, or "
+            "train with dp=1"
         )
     state_bytes = 0
     for group in optimizer.param_groups:

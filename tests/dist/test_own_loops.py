@@ -1,0 +1,233 @@
+"""Loops of one's own on two replicas, whose layers are updated late: what hooks, modes and writes between steps do is
+what they do in one process, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from fold3d import Engine, ParallelConfig
+from fold3d.errors import Fold3dError
+from tests.helpers.ranks import RankPool
+
+STEPS = 3
+BFLOAT16: Callable[[], AbstractContextManager[Any]] = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+class Net(nn.Module):
+    """Three layers with a batch norm that is left alone; [rows, 4] -> [rows, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        out: Tensor = self.norm(x)
+        return out
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    model.norm.eval()
+    return model
+
+
+def batches(step: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+    """Returns a micro-batch for each of two replicas."""
+    generator = torch.Generator().manual_seed(step)
+    return [{"x": torch.randn(2, 4, generator=generator, dtype=torch.float64).to(dtype)} for _ in range(2)]
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor], mode: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+    with mode():
+        out = model(**batch)
+    return out.float().square().mean() if mode is BFLOAT16 else out.square().mean()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def alone(
+    optimizer: Callable[..., Optimizer],
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """Returns the weights that a plain loop trains."""
+    model = net(dtype)
+    prepare(model)
+    made = optimizer(model.parameters())
+    for step in range(STEPS):
+        for batch in batches(step, dtype):
+            (loss_of(model, batch, mode) / 2).backward()
+        made.step()
+        made.zero_grad()
+    return weights(model)
+
+
+def on_two(
+    dp_sync: str,
+    optimizer: Callable[..., Optimizer],
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    dtype: torch.dtype = torch.float64,
+    between: Callable[[Engine], None] = lambda engine: None,
+) -> list[Tensor] | str:
+    """Returns the weights that two replicas train, or the error."""
+    model = net(dtype)
+    prepare(model)
+    config = ParallelConfig(dp=2, segments=1, micro_batches=1, blocks="layers", bucket_bytes=1, dp_sync=dp_sync)
+    engine = None
+    try:
+        engine = Engine(model, config, optimizer=optimizer, example=batches(0, dtype)[0])
+        for step in range(STEPS):
+            mine = batches(step, dtype)[engine.topology.dp_rank]
+            engine.run([mine], lambda module, batch: loss_of(module, batch, mode))
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            between(engine)
+        engine.flush()
+        assert not model.norm.training
+        return weights(model)
+    except Fold3dError as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def replaces(model: nn.Module) -> None:
+    """Hooks that set another gradient, and drop one."""
+
+    def halve(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 1.0
+
+    def drop(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    model.layers[0].weight.register_post_accumulate_grad_hook(halve)
+    model.layers[1].weight.register_post_accumulate_grad_hook(drop)
+
+
+def evaluates(engine: Engine) -> None:
+    with torch.inference_mode():
+        engine.evaluate(batches(9)[0])
+    engine.model.norm.eval()
+
+
+def clamps(engine: Engine) -> None:
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+class Around(Optimizer):
+    """Has another optimizer step, as Lookahead does."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = SGD(parameters, lr=0.1)
+        super().__init__(self.base.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+sgd = functools.partial(SGD, lr=0.1, momentum=0.9)
+adamw = functools.partial(AdamW, lr=0.01)
+adafactor = functools.partial(Adafactor, lr=0.01)
+
+
+def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
+    """Returns what becomes of all of it."""
+    ways: dict[str, Callable[[], list[Tensor] | str]] = {
+        "hooks": lambda: on_two(dp_sync, sgd, replaces),
+        "inference": lambda: on_two(dp_sync, adamw, between=evaluates),
+        "clamps": lambda: on_two(dp_sync, sgd, between=clamps),
+        "flushes": lambda: on_two(dp_sync, sgd, between=lambda engine: (engine.flush(), clamps(engine))[1]),
+        "another": lambda: on_two(dp_sync, Around),
+        "complex": lambda: on_two(dp_sync, sgd, lambda model: model.register_parameter("z", _complex())),
+    }
+    if dp_sync == "early":
+        ways["autocast"] = lambda: on_two(dp_sync, adafactor, mode=BFLOAT16, dtype=torch.float32)
+        ways["serial"] = lambda: on_two("serial", adafactor, mode=BFLOAT16, dtype=torch.float32)
+    return {name: run() for name, run in ways.items()}
+
+
+def _complex() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize("dp_sync", ["early", "zero1"])
+def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
+    wanted = {"hooks": alone(sgd, replaces), "inference": alone(adamw)}
+    for found in ranks.run(together, 2, dp_sync):
+        for name, expected in wanted.items():
+            got = found[name]
+            assert isinstance(got, list), got
+            for mine, its in zip(got, expected, strict=True):
+                assert torch.allclose(mine, its, rtol=0, atol=1e-12), name
+        assert "was written to behind optimizer.step()" in found["clamps"], found["clamps"]
+        assert isinstance(found["flushes"], list), found["flushes"]
+        assert "Around has another optimizer do it ('base')" in found["another"], found["another"]
+        assert "z is torch.complex128, and replicas" in found["complex"], found["complex"]
+        if dp_sync == "early":
+            assert all(torch.equal(*pair) for pair in zip(found["autocast"], found["serial"], strict=True))
+
+
+def test_sparse_gradients_in_one_process() -> None:
+    def trained(make: Callable[[nn.Module], Callable[[], None]]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        step = make(model)
+        for _ in range(STEPS):
+            step()
+        return model[0].weight.detach().clone()
+
+    ids = torch.tensor([1, 5, 5])
+
+    def plain(model: nn.Module) -> Callable[[], None]:
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    def ours(model: nn.Module) -> Callable[[], None]:
+        engine = Engine(model, ParallelConfig(segments=1), optimizer=functools.partial(SGD, lr=0.1))
+
+        def step() -> None:
+            engine.run([{"input": ids}], lambda module, batch: module(**batch).square().mean(), reads_gradients=True)
+            engine.grad_norm()
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+        return step
+
+    assert torch.equal(trained(ours), trained(plain))
+
+
+def test_an_evaluation_leaves_each_modules_mode() -> None:
+    model = net()
+    engine = Engine(model, ParallelConfig(segments=1, blocks="layers"), example=batches(0)[0])
+    engine.evaluate(batches(0)[0])
+    assert model.training and not model.norm.training
+    engine.close()
