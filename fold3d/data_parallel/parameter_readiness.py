@@ -46,6 +46,8 @@ class ParameterReadiness:
 
         for module in model.modules():
             coat.put(Wrap.READ, module, before_state_dict)
+            # Copies and pickles take attributes in their order, and hooks wait for weights.
+            vars(module)["_parameters"] = vars(module).pop("_parameters")
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""

@@ -90,7 +90,8 @@ class Wrap(Enum):
 
 
 class Hook:
-    """A hook of a module. That of a copy, deep or pickled, does nothing."""
+    """A hook of a module. That of a copy, deep or pickled, does nothing; who copies reads weights as a state_dict
+    does."""
 
     def __init__(self, row: Wrap | None, call: Callable[..., Any]) -> None:
         self.row, self._call = row, call
@@ -99,9 +100,16 @@ class Hook:
         return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> Hook:
+        if id(_nothing) not in memo:  # see `copy_without_coat`, whose copies have no use for values
+            self._read()
         return Hook(None, _nothing)
 
+    def _read(self) -> None:
+        if self.row is Wrap.READ:
+            self._call()
+
     def __reduce__(self) -> tuple[Any, ...]:
+        self._read()
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, does nothing, and is Python's own
 
 
@@ -198,6 +206,7 @@ def copy_without_coat(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Args:
         memo: as copy.deepcopy takes it.
     """
+    memo[id(_nothing)] = _nothing  # tells hooks whose copy this is
     made: nn.Module = copy.deepcopy(module, memo)
     _drop_coat(made, memo)
     return made
