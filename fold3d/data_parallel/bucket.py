@@ -92,7 +92,7 @@ class PendingGradient(Tensor):
         return f"PendingGradient({self.of_parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-RUNS_ANEW = "engine.run begins a step with gradients of zero"
+RUNS_ANEW = "engine.run begins a step with gradients of zero, and nobody has taken those of the run before"
 
 
 def check_dropped(optimizer: Optimizer, why: str = RUNS_ANEW) -> None:
@@ -104,8 +104,8 @@ def check_dropped(optimizer: Optimizer, why: str = RUNS_ANEW) -> None:
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     if any(one is not None and (isinstance(one, PendingGradient) or bool(one.norm())) for one in gradients):
         raise ConfigError(
-            f"{why}, and nobody has taken those of the run before: call optimizer.step(), or optimizer.zero_grad() to "
-            "drop them. Micro-batches of one step all go into one run"
+            f"{why}: call optimizer.step(), or optimizer.zero_grad() to drop them. Micro-batches of one step all go "
+            "into one run"
         )
 
 

@@ -157,7 +157,9 @@ class DpSync(GradientSync):
 
         Raises: ConfigError where an optimizer may still take it.
         """
-        self.check_taken("the state of gradient_delay=1 is that between two steps, with gradients of one step")
+        self.check_taken(
+            "the state of gradient_delay=1 is that between two steps, and nobody has taken the gradients of the run"
+        )
         if self._states.allows(Event.DROP):
             self.abandon()
 

@@ -131,6 +131,8 @@ def refuse_two_in_one(model: Module) -> None:
                 continue
             if isinstance(value, torch.nn.Parameter) and is_released(value):
                 continue
+            if f"{name}_orig" in module._parameters:  # torch's spectral_norm makes it anew in each forward
+                continue
             data = value.data
             if data.is_meta or data.layout != torch.strided or not data.numel():
                 continue

@@ -317,9 +317,6 @@ class Engine(state.WholeState):
             raise ConfigError("this engine has an optimizer already")
         if self.optimizer is not None:
             self.flush()
-        if rank.step.hooks is not None:
-            rank.step.hooks.remove()
-            rank.step.hooks = None
         self.optimizer = optimizer
         cut_state(optimizer, rank.cut.parameters, rank.cut.parts)
         with all_or_none(self.world) if self.config.offload_optimizer else contextlib.nullcontext():

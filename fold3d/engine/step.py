@@ -195,6 +195,9 @@ class Step:
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """`optimizer` steps with the gradients of `run` from now on; `parts` as in `GradientSync.attach`."""
+        if self.hooks is not None:
+            self.hooks.remove()
+            self.hooks = None
         self.sync.attach(optimizer, parts=parts)
         if self.sync.steps_by_itself:
             self.hooks = OptimizerHooks(
