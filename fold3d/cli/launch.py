@@ -298,7 +298,8 @@ def _run_all(commands: Mapping[str, list[str]]) -> int:
             relays.append(threading.Thread(target=_relay, args=(host, running[host]), daemon=True))
             relays[-1].start()
         deadline, first = float("inf"), 0
-        while any(process.poll() is None for process in running.values()) and time.monotonic() < deadline:
+        # Each is asked: the first host may wait for another one that has failed.
+        while None in [process.poll() for process in running.values()] and time.monotonic() < deadline:
             failed = {host: process.returncode for host, process in running.items() if process.returncode}
             if failed and not first:
                 (host, first), *_ = failed.items()
