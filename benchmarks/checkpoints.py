@@ -1,12 +1,14 @@
 """How long a checkpoint stops the training, what each process writes for it, and the memory it takes.
 
     python -m benchmarks.checkpoints [--dp 2] [--pp 2] [--hidden 1024] [--layers 19] [--async-save] [--folder DIR]
-        [--json FILE]
+        [--every STEPS] [--json FILE]
 
 Trains a GPT-2 in float32 (with the defaults 1.0 GB of weights, 3.0 GB with AdamW's state) on dp * pp processes of this
-machine, with dp_sync="zero1", and saves after every second step. Seconds are the longest that a process was in the
-Trainer's saving, and those that its training thread computed there; "written" what it handed to the file system; "sent"
-what went over the loopback, on all processes together; memory how much more than before the save a process had at most.
+machine, with dp_sync="zero1", and saves after every second step, or after so many. With --async-save a save waits for
+the one before, so let there be more steps between them than writing takes. Seconds are the longest that a process was
+in the Trainer's saving, and those that its training thread computed there; "written" what it handed to the file system;
+"sent" what went over the loopback, on all processes together; memory how much more than before the save a process had
+at most.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class Watch(TrainerCallback):
         self.computed: dict[int, float] = {}
         self.until_complete: dict[int, float] = {}
         self.steps: dict[int, float] = {}
-        self.written: list[int] = []
-        self.sent: list[int] = []
-        self.more_memory: list[int] = []
+        self.written: dict[int, int] = {}
+        self.sent: dict[int, int] = {}
+        self.more_memory: dict[int, int] = {}
         self._began = self._saved = 0.0
         self._step = self._depth = 0
 
@@ -83,9 +85,9 @@ class Watch(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The checkpoint is complete."""
         self.until_complete[self._step] = time.perf_counter() - self._saved
-        self.more_memory.append(of_process("status", "VmHWM") - self._memory)
-        self.written.append(of_process("io", "wchar") - self._bytes)
-        self.sent.append(over_loopback() - self._loopback)
+        self.more_memory[self._step] = of_process("status", "VmHWM") - self._memory
+        self.written[self._step] = of_process("io", "wchar") - self._bytes
+        self.sent[self._step] = over_loopback() - self._loopback
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step begins."""
@@ -98,7 +100,7 @@ class Watch(TrainerCallback):
 
 def work(options: argparse.Namespace, folder: str) -> Watch:
     """One process."""
-    args = gpt2.arguments(options, folder, save_every=SAVE_EVERY, schedule="1f1b", save_total_limit=1)
+    args = gpt2.arguments(options, folder, save_every=options.every, schedule="1f1b", save_total_limit=1)
     watch = Watch()
     trainer = fold3d.Trainer(model=gpt2.model(options), args=args, train_dataset=gpt2.samples(64), callbacks=[watch])
     watch.watch(trainer)
@@ -111,6 +113,7 @@ def main() -> None:
     """Prints a line for each save but the first, which finds no memory that an earlier one has used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpt2.add_options(parser, hidden=1024, layers=19, steps=8)
+    parser.add_argument("--every", type=int, default=SAVE_EVERY, help="steps between saves; default 2")
     parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
     options = parser.parse_args()
     size = sum(one.numel() for one in gpt2.model(options).parameters()) * 4
@@ -126,12 +129,11 @@ def main() -> None:
             "stopped_s": round(max(watch.stopped[step] for watch in watches), 3),
             "computed_s": round(max(watch.computed[step] for watch in watches), 3),
             "until_complete_s": round(max(watch.until_complete[step] for watch in watches), 3),
-            "written_mb": [round(watch.written[number] / 1e6, 1) for watch in watches],
-            "sent_mb": round(max(watch.sent[number] for watch in watches) / 1e6, 1),
-            "more_memory_mb": [round(watch.more_memory[number] / 1e6, 1) for watch in watches],
+            "written_mb": [round(watch.written[step] / 1e6, 1) for watch in watches],
+            "sent_mb": round(max(watch.sent[step] for watch in watches) / 1e6, 1),
+            "more_memory_mb": [round(watch.more_memory[step] / 1e6, 1) for watch in watches],
         }
-        for number, step in enumerate(sorted(first.stopped))
-        if number
+        for step in sorted(first.until_complete)[1:]
     ]
     steps = sorted((first.steps[step], step) for step in first.steps if step > 1)
     print(f"weights {size / 1e6:,.0f} MB; steps of {steps[0][0]:.2f} to {steps[-1][0]:.2f} s")
