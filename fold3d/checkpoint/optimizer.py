@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.serialization import skip_data
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.regions import Box, Entry, regions_of, regions_of_piece
-from fold3d.checkpoint.torch_file import TorchFile
+from fold3d.checkpoint.torch_file import TorchFile, without_values
 from fold3d.data_parallel.bucket import Piece, laid_out
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_memory import OnHost, host_memory
@@ -303,7 +303,7 @@ class OptimizerFiles:
         for note in reversed(notes):  # of what several ranks say the first one counts
             for name, values in note.items():
                 state.setdefault(index[name], {}).update(values)
-        with FakeTensorMode():
+        with without_values():
             for (name, key), entry in entries.items():
                 state[index[name]][key] = torch.empty(entry.shape, dtype=entry.dtype)
         start, groups = 0, []

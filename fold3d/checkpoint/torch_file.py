@@ -30,6 +30,14 @@ def reading(path: Path | str) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def without_values() -> FakeTensorMode:
+    """Returns a context in which tensors have no values, and of which nothing stays: torch's cache of what operators
+    return would keep a storage for every tensor of every checkpoint."""
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    return mode
+
+
 class TorchFile:
     """What `torch.save` wrote, in its zip format, open until the end of the context.
 
@@ -40,7 +48,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with reading(path), FakeTensorMode():
+        with reading(path), without_values():
             self.content: Any = torch.load(path, map_location="cpu", weights_only=True)
         self._descriptor = -1
 
