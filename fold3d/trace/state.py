@@ -466,12 +466,12 @@ class StateBetween:
         } | {(number, ""): _counts(one) for number, (one, _) in self._given.items()}
 
 
-_COUNT = frozenset((dict, list, set, deque, np.ndarray, *ITERATORS))
+_COUNT = (dict, list, set, deque, np.ndarray, *ITERATORS)
 
 
 def _counts(argument: Any) -> Any:
     """Returns what counts in an argument: what is plain in it, and how many others there are in a list."""
-    if not isinstance(argument, (dict, list, set, deque, np.ndarray, *ITERATORS)):
+    if not isinstance(argument, _COUNT):
         argument = dict(attributes_of(argument))
     if isinstance(argument, dict):
         return {key: kept for key, one in argument.items() if (kept := _count(one)) is not OTHER}

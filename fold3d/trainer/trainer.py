@@ -345,8 +345,8 @@ class Trainer(SearchingTrainer):
     @contextlib.contextmanager
     def _all_trained(self) -> Iterator[None]:
         """Weights of other ranks, of this training's engine or of an earlier one's, count as trained in the body."""
-        elsewhere = [p for p in self.model.parameters() if isinstance(p, MissingWeight) and p.trainable]
-        elsewhere = [one for one in elsewhere if not one.requires_grad]
+        missing = [p for p in self.model.parameters() if isinstance(p, MissingWeight) and p.trainable]
+        elsewhere = [one for one in missing if not one.requires_grad]  # another one may be around this
         for parameter in elsewhere:
             parameter.requires_grad_(True)
         try:
