@@ -116,6 +116,13 @@ def set_library_rng_state(state: LibraryState) -> None:
     _numpy_rng.forget()
 
 
+def seed_libraries(seed: int) -> None:
+    """Seeds Python's and numpy's generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    _numpy_rng.forget()
+
+
 def same_library_rng_state(one: LibraryState, other: LibraryState) -> bool:
     """Returns whether nobody drew from Python's and numpy's generators between the two."""
     of_one, of_other = one[1], other[1]

@@ -312,7 +312,8 @@ def _chunks(
     once = None
     repeats = len(numbers) > 1 or any(without_graph[number] for number in numbers)
     if repeats or model.strategy.num_chunks > 1:
-        once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else (), repeats=repeats)
+        modules, seeds = (cut.trace.modules, cut.trace.draws) if cut.trace else ((), False)
+        once = OncePerMicroBatch(cut.model, modules, repeats=repeats, seeds=seeds)
     last = model.strategy.num_chunks - 1
     return [
         PipelineChunk(

@@ -275,7 +275,7 @@ class ChunkRun(ForwardCursor):
 
     Args:
         borders: what crosses them in the form in which the model is called.
-        fill: what stands for floating-point results of modules that the chunk leaves out, and that nothing reads.
+        fill: what stands for floating-point results of blocks that the chunk leaves out, and that nothing reads.
     Raises: SplitError when another number of tensors was received than crosses the border before the chunk.
     """
 
@@ -301,7 +301,6 @@ class ChunkRun(ForwardCursor):
         self.received = received
         self.borders = borders
         self.cargo = borders.cargo(lo, hi, received, leaves=not last)
-        self.fill = fill
         self.alike_from, self.alike, self.earlier = borders.alike(lo, self.cargo, fill=fill)
         self.skip_from(self.alike_from)
         self.leaving: list[Tensor] | None = None

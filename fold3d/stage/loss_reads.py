@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -50,7 +51,7 @@ class ForeignTensors:
         """
         self._model, self._trace, self._computes_loss = model, trace, computes_loss
         self._blocks = {id(model.get_submodule(name)) for name in trace.blocks}
-        self._hooks_ever, self._hooked = -1, ""
+        self._hooks_ever, self._hooked = -1, list[str]()
         self._coat = coat.enter_context(Coat())
         self._run: ChunkRun | None = None
         self._is_users = False
@@ -161,16 +162,24 @@ class ForeignTensors:
 
     def hooked(self) -> str:
         """Returns the name of a module that has hooks of the user's; "" where none has."""
+        return next(iter(self._hooked_ones()), "")
+
+    def fill(self, *modules: str) -> float:
+        """Returns what stands for floating-point results of modules, left out, which the recording has not seen anybody
+        read: NaN shows, if somebody does; hooks of the user's on one of them see it anyway, and are shown 0."""
+        return 0.0 if any(name in modules for name in self._hooked_ones()) else math.nan
+
+    def _hooked_ones(self) -> list[str]:
         if self._hooks_ever != RemovableHandle.next_id:  # counts all hooks that were ever registered
             self._install()
         return self._hooked
 
     def _install(self) -> None:
         self._coat.close()
-        self._hooked = ""
+        self._hooked = []
         for name, module in self._model.named_modules():
             if name and next(users_hooks(module, backward=False), None) is not None:
-                self._hooked = self._hooked or name
+                self._hooked.append(name)
                 note = _Note(self, name)
                 self._coat.put(Wrap.BEFORE_HOOKS, module, note.before)
                 self._coat.put(Wrap.AFTER_HOOKS, module, note.after)

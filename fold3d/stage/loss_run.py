@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fold3d import seeding
 from fold3d._C import reseed
 from fold3d.errors import SplitError
-from fold3d.stage.users_state import KeptAttributes, ModelState
+from fold3d.stage.users_state import DrawnBehind, KeptAttributes, ModelState
 from fold3d.tensor_parallel.turns import Switches, ThreadState, switched
 from fold3d.torch_private import Depth, take_modes_off
 from fold3d.trace.coat import Coat, Wrap
@@ -240,16 +240,16 @@ class LossRun:
                     one.reset(token)
                 take_modes_off(above)
 
-    def end(self, output: Any, *, apart: bool = False) -> Any:
+    def end(self, output: Any, *, apart: DrawnBehind | None = None) -> Any:
         """Goes on with what the model returned; returns what the function returns. Raises what that raises.
 
         Args:
-            apart: the model is cut: it can run once only, and other runs have begun meanwhile, or go on elsewhere, see
-                `KeptAttributes`.
+            apart: of a model that is cut, which can run once only; other runs have begun meanwhile, or go on elsewhere,
+                see `KeptAttributes`.
         """
-        self._once = apart
+        self._once = apart is not None
         if not self.is_over:
-            with self._kept.behind_the_model() if apart else contextlib.nullcontext():
+            with contextlib.nullcontext() if apart is None else self._kept.behind_the_model(apart):
                 self._go_on(lambda coroutine: coroutine.switch(output))
         result, self._result = self._result, None  # whoever has it knows how long it is needed
         return result * self.weight if self.weight != 1.0 and isinstance(result, Tensor) else result

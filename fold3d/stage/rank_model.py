@@ -260,8 +260,8 @@ class RankModel:
             else:
                 assert self.trace is not None, "what is cut was recorded"
                 self.split = SplitModel(
-                    model, self.trace, self.ranges, recompute=again, computes_loss=topology.has_loss, coat=on_top,
-                    not_of_end=self._not_of_end(topology),
+                    model, self.trace, self.ranges, recompute=again, computes_loss=topology.has_loss,
+                    is_alone=topology.pp == 1, coat=on_top, not_of_end=self._not_of_end(topology),
                 )  # fmt: skip
             self.coat = coat.pop_all()
 

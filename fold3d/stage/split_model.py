@@ -17,7 +17,6 @@ next chunk, on what it received.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import CurrentForward, next_seed, reseed, seed_inside
-from fold3d.device import device_of
+from fold3d.device import device_of, seed_libraries
 from fold3d.errors import MissingWeightsError, SplitError, TraceError
 from fold3d.stage.boundary import Borders, ChunkExit, ChunkRun, hooked_modules
 from fold3d.stage.call_guard import CallGuard
 from fold3d.stage.loss_reads import ForeignTensors
 from fold3d.stage.loss_run import NOT_CALLED, USES_A_PART, LossRun, ModelCall, refuse_part
 from fold3d.stage.recompute import recomputed
-from fold3d.stage.users_state import ModelState
+from fold3d.stage.users_state import DrawnBehind, ModelState
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory, function_around
 from fold3d.tensor_parallel.whole_results import behind_blocks, plain_parts
@@ -63,6 +62,7 @@ class SplitModel:
             only).
         beneath: what else runs the model, whole.
         computes_loss: whether this process runs the last chunk.
+        is_alone: whether it runs all of them.
         coat: what is put on the model goes with it.
         not_of_end: of parameters and buffers those that another stage saves than the one that runs the last block.
     Raises: TraceError if the ranges do not cover the blocks or cut where the model cannot be cut.
@@ -77,12 +77,14 @@ class SplitModel:
         recompute: Collection[str] = (),
         beneath: WholeModel | None = None,
         computes_loss: bool = True,
+        is_alone: bool = True,
         coat: Coat | None = None,
         not_of_end: Collection[str] = (),
     ) -> None:
         trace.check_ranges(list(ranges))
         self._model, self._trace = model, trace
         self._recompute, self._beneath = frozenset(recompute), beneath
+        self._drawn_behind = DrawnBehind(alone=is_alone)
         self._run: ChunkRun | None = None
         self._slot = CurrentForward()  # the same run, for forwards in C++
         self._constants = [seeding.constant_of(f"{name}:leave") for name in trace.blocks]
@@ -269,7 +271,7 @@ class SplitModel:
         given = () if loss.call is None else loss.call.named().values()
         guarded = self._foreign.guarded(run, given, is_users=loss.is_users)
         with self._busy(), self._around(), guarded:
-            result = loss.end(output, apart=True)
+            result = loss.end(output, apart=self._drawn_behind)
         self.explain(loss, result, head=False)
         return result
 
@@ -335,8 +337,7 @@ class SplitModel:
         borders: Borders,
     ) -> ChunkRun:
         seed = None if key is None else seeding.start(key)
-        # What the recording has not seen anybody read shows, if somebody does; hooks of the user's see it anyway.
-        fill = 0.0 if self._foreign.hooked() else math.nan
+        fill = self._foreign.fill(*self._trace.blocks[: blocks[0]])
         run = ChunkRun(blocks, last, device, seed, self._constants, inputs, borders, fill)
         self._between.begin()
         if key is not None:
@@ -440,6 +441,8 @@ class SplitModel:
                 structure = borders.structure(index)
                 if index >= run.lo:
                     run.begin_block(borders.begin(index))
+                    if self._trace.draws and run.generators:
+                        seed_libraries(torch.default_generator.initial_seed())
                     output = execute(*args, **kwargs)
                     cargo.note(name, call, output, structure)
                 else:
@@ -448,7 +451,7 @@ class SplitModel:
                     output = alike if index >= run.alike_from else cargo.whole(name, call, structure)
                     if output is None:  # of a part, as the block has it; code between blocks has the whole
                         args, kwargs = plain_parts((args, kwargs))
-                        stand_in = shape_only(run.device, args, kwargs, run.with_grad, run.fill)
+                        stand_in = shape_only(run.device, args, kwargs, run.with_grad, self._foreign.fill(name))
                         output = cargo.put_into(name, call, stand_in)
                     output = self._replace(run, name, output)
                     borders.show(run.lo, index, self._model, cargo, (args, kwargs))
@@ -485,7 +488,8 @@ class SplitModel:
             call = run.call_of(name) if begins and shape_only is not None else -1
             try:
                 if run.position < run.lo and shape_only is not None:
-                    output = run.cargo.put_into(name, call, shape_only(run.device, args, kwargs, fill=run.fill))
+                    stand_in = shape_only(run.device, args, kwargs, fill=self._foreign.fill(name))
+                    output = run.cargo.put_into(name, call, stand_in)
                     output = self._replace(run, name, output)
                 else:
                     output = original(*args, **kwargs)

@@ -8,8 +8,10 @@ import contextlib
 import copy
 import dis
 import functools
+import hashlib
 import itertools
 import operator
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fold3d.device import library_rng_state, set_library_rng_state
+from fold3d.device import library_rng_state, same_library_rng_state, seed_libraries, set_library_rng_state
 from fold3d.errors import SplitError
 from fold3d.trace.compound import is_compound
 from fold3d.trace.state import (
@@ -652,8 +654,7 @@ class KeptAttributes:
 
     What is looked at: see `namespaces_of`, and the attributes of the model's modules. What the model's forward makes of
     a value that the first half has set is the micro-batch's, too. Random generators of the user's, and Python's and
-    numpy's own, go on where they were when it rested, and behind it are as before, because only a process with the
-    model's last chunk draws there.
+    numpy's own, go on as `DrawnBehind` says.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
@@ -672,6 +673,7 @@ class KeptAttributes:
         self._runs, self._held, self._comes_again = 0, list[_Held](), False
         self._at: dict[object, list[_Value]] = {}
         self._generators: list[_Generator] = []
+        self._before: list[Any] = []
         self._states: list[Any] = []
 
     @contextlib.contextmanager
@@ -688,6 +690,7 @@ class KeptAttributes:
         own = namespaces_of(self._owners, model)
         values = [value for space in own for value in space.values.values()]
         self._generators = [_LIBRARIES, *(of(one) for one in values for kind, of in _KINDS if isinstance(one, kind))]
+        self._before = [one.get() for one in self._generators]
         self._spaces = [*own, *state.namespaces]
         before, before_of_model = [space.contents() for space in own], state.contents()
         versions = state.versions(before_of_model)
@@ -750,17 +753,20 @@ class KeptAttributes:
                 one.restore()
 
     @contextlib.contextmanager
-    def behind_the_model(self) -> Iterator[None]:
-        """While it goes on. Raises: SplitError when it changes once more what others have changed meanwhile."""
-        states = [one.get() for one in self._generators]
-        for one, state in zip(self._generators, self._states, strict=True):
-            one.set(state)
+    def behind_the_model(self, drawn: DrawnBehind) -> Iterator[None]:
+        """While it goes on. Raises: SplitError when it changes once more what others have changed meanwhile.
+
+        Args:
+            drawn: behind other calls of the model.
+        """
+        states = zip(self._generators, self._before, self._states, strict=True)
+        draws = [_Draws(one, drawn, *then) for one, *then in states]
         held = [_Held(*one) for one in self._values()]
         read = [(space, name, version(space.values.get(name, ABSENT))) for space, name in self._read]
         of_root = self._of_root()
         yield
-        for one, state in zip(self._generators, states, strict=True):
-            one.set(state)
+        for one in draws:
+            one.end()
         changed = [(space, name) for space, name, then in read if version(space.values.get(name, ABSENT)) != then]
         set_behind = [name for name, now in self._of_root().items() if of_root.get(name, ABSENT) != now]
         if set_behind:
@@ -898,24 +904,106 @@ def _note(kind: Any, method: str, noted: dict[int, set[str]]) -> Callable[[], No
     return undo
 
 
-class _Generator(NamedTuple):
-    """A random generator's functions."""
+def _are_equal(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
 
+
+class _Generator(NamedTuple):
+    """A random generator, and what reads its state, sets it, sets it by a number below 2^32, and compares two."""
+
+    of: object
     get: Callable[[], Any]
     set: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+    same: Callable[[Any, Any], bool] = _are_equal
 
 
-_LIBRARIES = _Generator(library_rng_state, set_library_rng_state)
+_LIBRARIES = _Generator(random, library_rng_state, set_library_rng_state, seed_libraries, same_library_rng_state)
 
 
 def _of_numpy(one: np.random.Generator) -> _Generator:
     bits = one.bit_generator
-    return _Generator(lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+
+    def set_state(state: Any) -> None:
+        bits.state = state
+
+    return _Generator(one, lambda: copy.deepcopy(bits.state), set_state, lambda seed: set_state(type(bits)(seed).state))
 
 
 _KINDS: tuple[tuple[type, Callable[[Any], _Generator]], ...] = (
-    (random.Random, lambda one: _Generator(one.getstate, one.setstate)),
-    (np.random.RandomState, lambda one: _Generator(one.get_state, one.set_state)),
+    (random.Random, lambda one: _Generator(one, one.getstate, one.setstate, one.seed, operator.eq)),
+    (np.random.RandomState, lambda one: _Generator(one, one.get_state, one.set_state, one.seed)),
     (np.random.Generator, _of_numpy),
-    (torch.Generator, lambda one: _Generator(one.get_state, one.set_state)),
+    (torch.Generator, lambda one: _Generator(one, one.get_state, one.set_state, one.manual_seed, torch.equal)),
 )
+
+
+class DrawnBehind:
+    """What loss functions have drawn behind the calls of a model that is cut, where only a process with the last chunk
+    draws, and others may have begun meanwhile. A generator goes on there as in one process: where it was when the
+    function rested, or behind what was drawn there since.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        """Args:
+        alone: all chunks of the model are this process's.
+        """
+        self.alone = alone
+        self.last: dict[int, _Drawn] = {}
+        """By number of the generator."""
+
+
+class _Drawn(NamedTuple):
+    of: object
+    """The generator."""
+    rested: Any
+    """Where it was when the function that has drawn from it last rested."""
+    reached: Any
+    """Where it was after that."""
+    is_left: bool
+    """Whether it was left there: no other process draws, and nobody had drawn meanwhile."""
+
+
+class _Draws:
+    """Of one generator, while one loss function goes on."""
+
+    def __init__(self, generator: _Generator, drawn: DrawnBehind, before: Any, rested: Any) -> None:
+        """Args:
+        before: where it was in front of the first half.
+        rested: where it was behind that.
+        """
+        self._generator, self._drawn, self._before, self._rested = generator, drawn, before, rested
+        self._now, start = generator.get(), rested
+        last = drawn.last.get(id(generator.of))
+        if last is None:
+            pass
+        elif generator.same(self._now, last.reached) if last.is_left else generator.same(rested, last.rested):
+            start = last.reached
+        elif not last.is_left:
+            # Others have drawn since, and that from where it was: the same numbers must not come here once more.
+            number = hashlib.blake2b(pickle.dumps(last.reached), digest_size=4).digest()
+            generator.seed(int.from_bytes(number, "little"))
+            start = generator.get()
+        self._start, self._goes_on = start, drawn.alone and generator.same(self._now, start)
+        if not generator.same(self._now, start):
+            generator.set(start)
+
+    def end(self) -> None:
+        """Raises: SplitError when both halves have drawn, and others in between, or other processes will not."""
+        generator, reached = self._generator, self._generator.get()
+        if not generator.same(reached, self._start):
+            if not self._goes_on and not generator.same(self._before, self._rested):
+                raise SplitError(
+                    "the loss function draws random numbers from the same generator before and behind the model's call "
+                    f"({_name_of(generator.of)}), and in a model that is cut other micro-batches begin in between, and "
+                    "only the last stage runs what is behind it: draw all numbers before the call, or from two "
+                    "generators (random.Random(1), numpy.random.default_rng(1), torch.Generator()), or set pp=1 and "
+                    "segments=1, where nothing is cut"
+                )
+            self._drawn.last[id(generator.of)] = _Drawn(generator.of, self._rested, reached, self._goes_on)
+        if not self._goes_on and not generator.same(reached, self._now):
+            generator.set(self._now)
+
+
+def _name_of(generator: object) -> str:
+    return "Python's or numpy's own" if generator is random else f"a {type(generator).__name__}"

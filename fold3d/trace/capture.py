@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fold3d.config import AUTO, BLOCKS, GRAPH, Partition
-from fold3d.device import library_rng_state, same_library_rng_state
+from fold3d.device import library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import TraceError
 from fold3d.trace.arguments import Form, form_of, loss_in
 from fold3d.trace.batches import is_transformers_model, synthetic_example
@@ -87,7 +87,7 @@ def trace_call(
         skips: some of the blocks need not run, in any forward that decides by its arguments alone.
         as_it_is: each module trains, or evaluates, as it does in the model; else all train.
     """
-    drawn = library_rng_state()
+    before = library_rng_state()
     with shadow_of(model) as shadow:
         for copied, module in zip(shadow.model.modules(), model.modules() if as_it_is else (), strict=False):
             copied.training = module.training
@@ -97,8 +97,10 @@ def trace_call(
         behind = [name for name, one in buffers if not name.startswith(inside) and recorder.is_behind(one)]
         changed, not_behind = recorder.state_behind()
         decisions, converted = shadow.mode.known.decisions(), _converted(model, shadow.model)
+    drawn, in_front = library_rng_state(), recorder.drawn_in_front
+    set_library_rng_state(before)
     missing = [name for name in _of_stacks_that_run(blocks, recorder.order) if name not in recorder.order]
-    if missing and not (skips and recorder.order and same_library_rng_state(drawn, library_rng_state())):
+    if missing and not (skips and recorder.order and same_library_rng_state(before, drawn)):
         said = (
             f"block '{missing[0]}' did not run in a training forward of the example ({len(missing)} of {len(blocks)} "
         )
@@ -119,6 +121,7 @@ def trace_call(
         converted=converted,
         behind=tuple(dict.fromkeys((*behind, *changed))),
         not_behind=tuple(not_behind),
+        draws=in_front is not None and not same_library_rng_state(in_front, drawn),
     )
 
 

@@ -110,6 +110,8 @@ class Trace:
     """Blocks of stacks of which others run that did not run in the recorded call: nothing reads their parameters."""
     converted: tuple[tuple[str, torch.dtype], ...] = ()
     """Parameters, by each name, that modules convert to another dtype in the forward, and what that is."""
+    draws: bool = False
+    """Whether code from the first block on draws from Python's or numpy's generators: chunks run parts of it."""
     decisions: Decisions = field(default=NONE, compare=False, repr=False)
     """By which values of the batch the forward decided what to do: it holds for batches that decide alike."""
     calls: tuple[int, ...] = field(init=False, compare=False)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from fold3d.device import LibraryState, library_rng_state
 from fold3d.errors import TraceError
 from fold3d.torch_private import storage_key
 from fold3d.trace.blocks import outer_modules
@@ -189,6 +190,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.order: list[str] = []
         self.calls: list[int] = []
         self.outputs: list[Any] = []
+        self.drawn_in_front: LibraryState | None = None
+        """Python's and numpy's generators as the first block found them."""
         self.regions: list[RegionRecord] = [RegionRecord()]
         self.reads: dict[Token, tuple[int, str]] = {}
         self._names: dict[int, list[str]] = {}
@@ -243,6 +246,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "other. Choose other blocks with the setting `blocks`."
                 )
             forget_fakes(self._code)  # what one region makes and another one finds, a rank makes again
+            if not self.order:
+                self.drawn_in_front = library_rng_state()
             self._block = name
             call = self._calls[name] = self._calls.get(name, -1) + 1
             self._made = Token(len(self.order), Value(name, call, INSIDE))

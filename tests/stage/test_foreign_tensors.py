@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from fold3d import Engine, ParallelConfig
 from fold3d.errors import RankError
+from fold3d.stage.loss_reads import ForeignTensors
+from fold3d.trace.capture import trace
+from fold3d.trace.coat import Coat
 from tests.helpers.ranks import RankPool
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -226,3 +230,17 @@ def test_what_the_models_own_hooks_collect() -> None:
     for layers in ((0,), (0, 1, 2, 3)):
         with pytest.raises(RankError, match=r"the model's forward reads what a hook of layers\.\d keeps"):
             collected(layers, 2)
+
+
+def test_only_hooked_modules_have_something_else_than_nan() -> None:
+    model = Net()
+    with Coat() as coat:
+        foreign = ForeignTensors(
+            coat, model, trace(model, blocks="layers", example={"x": X.float()}), computes_loss=True
+        )
+        assert math.isnan(foreign.fill("first"))
+        handle = model.last.register_forward_hook(lambda *_: None)
+        assert math.isnan(foreign.fill("first")) and foreign.fill("first", "last") == 0.0
+        handle.remove()
+        model.first.register_forward_hook(lambda *_: None)
+        assert foreign.fill("first") == 0.0 and math.isnan(foreign.fill("last"))
