@@ -335,9 +335,10 @@ class Bucket:
         """Lets whoever reads or changes `.grad` know that the gradients are not there, or no more (`taken`)."""
         if not self._pending:
             self._pending = [PendingGradient.of(*both) for both in zip(self.names, self.parameters, strict=True)]
-        for parameter, pending in zip(self.parameters, self._pending, strict=True):
-            pending.mark(taken=taken)
-            parameter.grad = pending
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that wait for their update
+            for parameter, pending in zip(self.parameters, self._pending, strict=True):
+                pending.mark(taken=taken)
+                parameter.grad = pending
 
     def check_veiled(self) -> None:
         """Raises ConfigError when somebody meant to give the optimizer gradients of their own, since `veil`."""

@@ -76,7 +76,7 @@ class DpSync(GradientSync):
     ):
         """Args:
         rings: that move the buckets; with `clock`.
-        read: calls `settle`, and tells of failures; for whoever reads weights through a state_dict.
+        read: calls `settle`, and tells of failures; for whoever reads or writes weights that wait for their update.
         Raises: ConfigError for gradients that cannot be summed as `config` says.
         """
         topology, progress = groups.topology, groups.world.progress
@@ -101,7 +101,8 @@ class DpSync(GradientSync):
         self._buffers = BufferSync(cut, groups.data, progress)
         self._coat = cut.coat.enter_context(Coat())
         uses = {name: len(cut.placement.readers_on(name, cut.stage)) for name in cut.placement.readers}
-        self._readiness = ParameterReadiness(self._coat, cut.model, self.buckets, self._open, read)
+        self._readiness = ParameterReadiness(self._coat, cut.model, self.buckets, self._open, self._touched)
+        self._read = read
         self._reducer = Reducer(self._coat, self.buckets, uses, self._transfers.reduce, self._is_stale)
         self._optimizer: BucketwiseOptimizer | None = None
         self._summed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
@@ -255,8 +256,8 @@ class DpSync(GradientSync):
                 optimizer.postpone(bucket, taken)
                 if not is_shown and bucket.number not in gathered:
                     self._transfers.gather_gradients(bucket)
-            self._readiness.close(bucket)
             bucket.note_writes()
+            self._readiness.close(bucket)
         if self._late is not None:
             self._late.keep(settings if keeps else None, self._early)
         self._states.on(Event.TAKE)
@@ -401,13 +402,18 @@ class DpSync(GradientSync):
 
     def check_trainable(self) -> None:
         """Raises ConfigError when a parameter is trained whose gradients nobody sums over the replicas."""
-        for name, parameter in self._cut.parameters.items():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed:
-                raise ConfigError(
-                    f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
-                    "summed over the replicas. Let it be trainable in the first step (it may be frozen later), give it "
-                    "to the Trainer's optimizer before that, or go on with a new Engine or Trainer after unfreezing"
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that wait for their update
+            new = [
+                name
+                for name, parameter in self._cut.parameters.items()
+                if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed
+            ]
+        for name in new:
+            raise ConfigError(
+                f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
+                "summed over the replicas. Let it be trainable in the first step (it may be frozen later), give it "
+                "to the Trainer's optimizer before that, or go on with a new Engine or Trainer after unfreezing"
+            )
 
     # Inside
 
@@ -462,6 +468,13 @@ class DpSync(GradientSync):
         for bucket in self.buckets:
             bucket.take_back()
         self._tied.share_first()
+
+    def _touched(self) -> None:
+        """Somebody reads or writes weights that wait for their update."""
+        if self._states.state is State.ACCUMULATING:  # in a forward; other transfers may be under way
+            self.flush()
+        else:
+            self._read()
 
     def _open(self, bucket: Bucket) -> None:
         bucket.check_unwritten()

@@ -35,7 +35,6 @@ _AFTER: Any = ("register_forward_hook", {"prepend": True})
 _LAST: Any = ("register_forward_hook", {})
 _SUMMED: Any = ("register_post_accumulate_grad_hook", {})
 _STATED: Any = ("register_state_dict_post_hook", {})
-_STATE: Any = (("register_state_dict_pre_hook", {}), ("register_load_state_dict_pre_hook", {}))
 
 
 class Wrap(Enum):
@@ -66,7 +65,6 @@ class Wrap(Enum):
     AFTER_HOOKS = (_LAST,), "stage", "the same: look at what they keep"
     # data_parallel
     READY = (_FIRST,), "data_parallel", "modules with parameters: wait until these are up to date"
-    READ = _STATE, "data_parallel", "all modules: the state is read and loaded when weights are up to date"
     GRADIENT = (_SUMMED,), "data_parallel", "parameters: count gradients"
     # for a moment
     WEIGHT = _INSTEAD, "tensor_parallel", "modules of divided blocks, while they run: read this in a parameter's place"
@@ -90,8 +88,7 @@ class Wrap(Enum):
 
 
 class Hook:
-    """A hook of a module. That of a copy, deep or pickled, does nothing; who copies reads weights as a state_dict
-    does."""
+    """A hook of a module. That of a copy, deep or pickled, does nothing."""
 
     def __init__(self, row: Wrap | None, call: Callable[..., Any]) -> None:
         self.row, self._call = row, call
@@ -100,16 +97,9 @@ class Hook:
         return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> Hook:
-        if id(_nothing) not in memo:  # see `copy_without_coat`, whose copies have no use for values
-            self._read()
         return Hook(None, _nothing)
 
-    def _read(self) -> None:
-        if self.row is Wrap.READ:
-            self._call()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        self._read()
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, does nothing, and is Python's own
 
 
@@ -206,7 +196,6 @@ def copy_without_coat(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Args:
         memo: as copy.deepcopy takes it.
     """
-    memo[id(_nothing)] = _nothing  # tells hooks whose copy this is
     made: nn.Module = copy.deepcopy(module, memo)
     _drop_coat(made, memo)
     return made

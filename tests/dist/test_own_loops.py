@@ -135,6 +135,42 @@ def clamps(engine: Engine) -> None:
             parameter.clamp_(-0.2, 0.2)
 
 
+def clamps_data(engine: Engine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+class Average:
+    """Of weights over steps, of parameters that are held in a list, as libraries of such averages do."""
+
+    def __init__(self, *, flushes: bool) -> None:
+        self.flushes = flushes
+        self.held: list[nn.Parameter] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, engine: Engine) -> None:
+        if self.flushes:
+            engine.flush()
+        if not self.held:
+            self.held = list(engine.model.parameters())
+            self.values = [torch.zeros_like(one) for one in self.held]
+        assert all(isinstance(one, nn.Parameter) and one.dtype == torch.float64 for one in self.held)
+        with torch.no_grad():
+            torch._foreach_lerp_(self.values, self.held, 0.5)
+
+    def run(self, dp_sync: str) -> list[Tensor] | str:
+        found = on_two(dp_sync, sgd, between=self)
+        return found if isinstance(found, str) else self.values
+
+
+def writes_to_views(engine: Engine) -> None:
+    """To memory of the weights that it has kept from before."""
+    if "kept" not in vars(engine.model):
+        vars(engine.model)["kept"] = [one.detach() for one in engine.model.parameters()]
+    for view in vars(engine.model)["kept"]:
+        view.clamp_(-0.2, 0.2)
+
+
 class Around(Optimizer):
     """Has another optimizer step, as Lookahead does."""
 
@@ -157,7 +193,11 @@ def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
         "hooks": lambda: on_two(dp_sync, sgd, replaces),
         "inference": lambda: on_two(dp_sync, adamw, between=evaluates),
         "clamps": lambda: on_two(dp_sync, sgd, between=clamps),
+        "clamps data": lambda: on_two(dp_sync, sgd, between=clamps_data),
         "flushes": lambda: on_two(dp_sync, sgd, between=lambda engine: (engine.flush(), clamps(engine))[1]),
+        "average": lambda: Average(flushes=False).run(dp_sync),
+        "average of flushed": lambda: Average(flushes=True).run(dp_sync),
+        "views": lambda: on_two(dp_sync, sgd, between=writes_to_views),
         "another": lambda: on_two(dp_sync, Around),
         "complex": lambda: on_two(dp_sync, sgd, lambda model: model.register_parameter("z", _complex())),
     }
@@ -181,8 +221,10 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
             assert isinstance(got, list), got
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=0, atol=1e-12), name
-        assert "was written to behind optimizer.step()" in found["clamps"], found["clamps"]
-        assert isinstance(found["flushes"], list), found["flushes"]
+        for name, same in (("clamps", "flushes"), ("clamps data", "flushes"), ("average", "average of flushed")):
+            assert isinstance(found[name], list), found[name]
+            assert all(torch.equal(*pair) for pair in zip(found[name], found[same], strict=True)), name
+        assert "was written to behind optimizer.step()" in found["views"], found["views"]
         assert "Around has another optimizer do it ('base')" in found["another"], found["another"]
         assert "z is torch.complex128, and replicas" in found["complex"], found["complex"]
         if dp_sync == "early":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from fold3d.data_parallel.bucket import Bucket
@@ -116,9 +117,10 @@ class WeightVersions:
         if self._shown == version:
             return
         self._shown = version
-        for bucket, views in zip(self._buckets, self._views, strict=True):
-            for parameter, view in zip(bucket.parameters, views[version], strict=True):
-                parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():  # those that wait for an update go on waiting
+            for bucket, views in zip(self._buckets, self._views, strict=True):
+                for parameter, view in zip(bucket.parameters, views[version], strict=True):
+                    parameter.data = view
 
     def note_writes(self) -> None:
         """The newest version is another one than that of all graphs: it may be written from now on."""
