@@ -45,7 +45,7 @@ def over_loopback() -> int:
 class Watch(TrainerCallback):
     """What the saves of a training have cost this process."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self.stopped: dict[int, float] = {}

@@ -99,7 +99,7 @@ def serve(rank: int, world: int, port: int, pp: int, steps: int, pipe: Connectio
         engine.step(batch)
         whole.append(time.perf_counter() - start)
     for _ in range(steps):
-        engine.run(micro_batches, lambda model, one: model(**one), reads_weights=False)
+        engine.run(micro_batches, lambda model, one: model(**one))
         dist.barrier()  # the gradients of all are summed, or nearly
         start = time.perf_counter()
         engine.grad_norm()

@@ -35,7 +35,7 @@ ALLOWED = {"resident_mb": 8.0, "descriptors": 0, "threads": 0, "temporary_files"
 class Watch(TrainerCallback):
     """What this process has at the end of each tenth, and how long its steps took."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self, temporary: Path) -> None:
         self.rows: list[dict[str, float]] = []

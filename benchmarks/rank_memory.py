@@ -117,7 +117,6 @@ def status(key: str) -> int:
 class Phases(transformers.TrainerCallback):
     """The highest resident memory of each phase, above that at the beginning."""
 
-    reads_weights = False
     reads_gradients = False
 
     def __init__(self) -> None:

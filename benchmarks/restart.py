@@ -73,7 +73,7 @@ def work(options: argparse.Namespace) -> None:
     note(options.folder, "connect")
 
     class Notes(TrainerCallback):  # type: ignore[misc]
-        reads_weights = reads_gradients = False
+        reads_gradients = False
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == DIES_IN - 1 and args.process_index == 1 and not restarts():

@@ -324,6 +324,11 @@ class DpSync(GradientSync):
 
     steps_by_itself = True
 
+    @property
+    def waits_unseen(self) -> bool:
+        """See `GradientSync`."""
+        return self._readiness.waits_unseen
+
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Steps `optimizer` bucket by bucket from now on.
 
@@ -352,6 +357,7 @@ class DpSync(GradientSync):
             on_host=self._on_host,
             kernel=self._kernels,
             feeds_back=self._feeds_back,
+            looked=self._looked,
         )
         self._states.on(Event.ATTACH)
 
@@ -468,6 +474,11 @@ class DpSync(GradientSync):
         for bucket in self.buckets:
             bucket.take_back()
         self._tied.share_first()
+
+    def _looked(self) -> None:
+        """Somebody looks into the optimizer's state."""
+        if self._readiness.is_waiting:
+            self._touched()
 
     def _touched(self) -> None:
         """Somebody reads or writes weights that wait for their update."""

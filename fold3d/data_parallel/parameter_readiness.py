@@ -28,10 +28,13 @@ _LOOKS = frozenset(
 class ParameterReadiness:
     """Which buckets are not up to date, and what must not run before they are.
 
+    Attributes:
+        waits_unseen: whether any parameter that has waited cannot tell that somebody reads it.
+
     While a parameter waits for its update, its class is one that is told of all that torch is asked to do with it.
-    Whatever reads or writes its values, such as an average of weights or a clamp in a loop of the user's, finds those of
-    now, and is not overwritten. What reads its memory under another name (`parameter.data`, kept from before) is not
-    seen; a write to that is refused, unless it comes through `.data`.
+    Whatever reads or writes its values, such as an average of weights or a clamp in a loop of the user's, finds those
+    of now, and is not overwritten. What reads its memory under another name (`parameter.data`, kept from before) is
+    not seen; a write to that is refused, unless it comes through `.data`.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ParameterReadiness:
         """
         self._open_bucket = open_bucket
         self._closed: dict[int, Bucket] = {}
+        self._is_opening = False
+        self.waits_unseen = False
         self._of_chunk: dict[int, list[Bucket]] = {}
         self._waiting = _waiting_for(read)
         of_module: dict[str, list[Bucket]] = {}
@@ -61,6 +66,7 @@ class ParameterReadiness:
             coat.put(Wrap.READY, model.get_submodule(name), self._hook(waiting))
         for bucket in buckets:
             coat.callback(self._wait_no_more, bucket)
+        coat.callback(self._closed.clear)
 
     def close(self, bucket: Bucket) -> None:
         """The bucket is about to change: nobody may read it before it is open again."""
@@ -68,10 +74,17 @@ class ParameterReadiness:
         for parameter in bucket.parameters:
             if type(parameter) is Parameter:  # a class of another library's may be told of such things itself
                 parameter.__class__ = self._waiting
+            else:
+                self.waits_unseen = True
 
     def is_closed(self, bucket: Bucket) -> bool:
         """Whether the bucket is not up to date."""
         return bucket.number in self._closed
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any bucket is not up to date, and none is just being brought up to date."""
+        return bool(self._closed) and not self._is_opening
 
     def before_chunk(self, chunk: int) -> None:
         """Opens what is read in chunk `chunk` by nobody knows which module."""
@@ -90,7 +103,11 @@ class ParameterReadiness:
         for bucket in buckets:
             if bucket.number in self._closed:
                 self._wait_no_more(bucket)
-                self._open_bucket(bucket)
+                self._is_opening = True
+                try:
+                    self._open_bucket(bucket)
+                finally:
+                    self._is_opening = False
                 del self._closed[bucket.number]
 
     def _wait_no_more(self, bucket: Bucket) -> None:

@@ -81,8 +81,8 @@ class Reducer:
                 self._refuse_late(bucket.names[index])
             if self._is_stale(bucket):
                 raise ConfigError(
-                    f"{bucket.names[index]} was read before it was up to date, by code that was not recorded; pass "
-                    "reads_weights=True to Engine.run, or an `example` with all keys of a training batch"
+                    f"{bucket.names[index]} was read before it was up to date, through memory that has another name "
+                    "(a view or .data, kept from before); pass reads_weights=True to Engine.run"
                 )
             bucket.accumulate(index)
             self._missing[position] -= 1

@@ -336,7 +336,7 @@ class Engine(state.WholeState):
         micro_batches: list[Inputs],
         loss_fn: Callable[[Module, Inputs], torch.Tensor],
         *,
-        reads_weights: bool = True,
+        reads_weights: bool = False,
         reads_gradients: bool = False,
     ) -> torch.Tensor:
         """Runs forwards, backwards and gradient sums of one optimizer step; all ranks call.
@@ -350,8 +350,9 @@ class Engine(state.WholeState):
             loss_fn: (model, micro_batch) -> this micro-batch's share of the replica's loss, scalar. The shares add up
                 to the replica's loss; the global loss is the mean over the replicas. Runs once per micro-batch on every
                 rank. On a rank without the model's last chunk the model call inside does not return.
-            reads_weights: whether `loss_fn` may read weights except by calling the model. With False layers are updated
-                one by one while others compute.
+            reads_weights: whether all weights are up to date when `loss_fn` begins. Otherwise layers are updated one by
+                one, before they run or anybody reads or writes their parameters; only what reads a parameter's memory
+                by another name (a view, or `.data`, kept from before) needs True.
             reads_gradients: whether `.grad` is read or changed before `optimizer.step()`, which then steps with what
                 is there. All ranks pass the same, and all replicas change the gradients in the same way.
         Returns: the replica's loss, scalar, the same on each of its ranks: fp64 where the losses are, else in torch's
@@ -444,7 +445,7 @@ class Engine(state.WholeState):
         micro_batches = split_batch(batch, self.config.micro_batches)
         if self._make_optimizer is None and self.optimizer is None:
             raise ConfigError("step needs an optimizer: pass optimizer=functools.partial(torch.optim.AdamW, lr=...)")
-        replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches), reads_weights=False)
+        replica_loss = self.run(micro_batches, self._share_of_loss(micro_batches))
         rank = self._built()
         assert self.optimizer is not None
         mean, norm = rank.step.optimize(replica_loss, self.optimizer, self.max_grad_norm, self._scaler)

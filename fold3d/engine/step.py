@@ -126,8 +126,8 @@ class Step:
                     micro_batches[0], begun, micro_batches[0].key == (self.seed, number, replica)
                 )
             schedule = schedule_of(len(micro_batches))
-            # 4. Weights that the loss function may read; other layers wait for their own when they run.
-            if reads_weights:
+            # 4. All weights, where the loss function may read memory of theirs that nobody sees read.
+            if reads_weights or self.sync.waits_unseen:
                 self.sync.flush()
             if self.flow is not None and self.flow.takes(len(micro_batches)):
                 if reads_gradients:

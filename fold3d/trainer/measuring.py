@@ -26,7 +26,7 @@ from fold3d.trace.shadow import fake_copy
 from fold3d.trace.without_values import WithoutValues
 from fold3d.trainer.console import printing_lines
 from fold3d.trainer.evaluation import EvaluatingTrainer
-from fold3d.trainer.flushing import FlushingHandler
+from fold3d.trainer.events import EventHandler
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
@@ -177,7 +177,7 @@ class Throughput:
 class MeasuringTrainer(EvaluatingTrainer):
     """The measuring half of `fold3d.Trainer`."""
 
-    callback_handler: FlushingHandler
+    callback_handler: EventHandler
     _throughput: Throughput
     _flops_per_token: float | None
     _whole_sizes: WholeSizes

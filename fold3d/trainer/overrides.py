@@ -11,15 +11,9 @@ from typing import Any
 import transformers
 
 from fold3d.errors import ConfigError
-from fold3d.trainer.flushing import may_read
+from fold3d.trainer.events import may_read_gradients
 
 logger = logging.getLogger(__name__)
-
-_EVERY_STEP = (
-    *("compute_loss", "training_step", "get_batch_samples", "floating_point_ops", "_maybe_log_save_evaluate"),
-    *("_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "_get_learning_rate", "_clip_grad_norm"),
-    *("_get_grad_norm", "_track_num_input_tokens", "compute_loss_context_manager", "autocast_smart_context_manager"),
-)
 
 _READ_WEIGHTS = {"state_dict", "parameters", "named_parameters", "save_pretrained"}
 
@@ -137,7 +131,7 @@ def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
         f"{type(callback).__name__}.{event}"
         for callback in trainer.callback_handler.callbacks
         for event in ("on_pre_optimizer_step", "on_optimizer_step")
-        if may_read(callback, event, "reads_gradients")
+        if may_read_gradients(callback, event)
     ]
     if getattr(trainer, "reads_gradients", True):
         methods = ("training_step", "_clip_grad_norm", "_get_grad_norm")
@@ -146,39 +140,17 @@ def gradient_readers(trainer: transformers.Trainer, hooks: bool) -> list[str]:
     return readers
 
 
-def flush_before(
-    trainer: transformers.Trainer, names: Iterable[str], flush: Callable[[], None], *, is_needed: bool
-) -> None:
-    """Lets those of the methods `names` of `trainer` that are overridden find the weights complete, unless it has
-    `reads_weights = False`.
+def wait_before(trainer: transformers.Trainer, names: Iterable[str], wait: Callable[[], None]) -> None:
+    """Has those of the methods `names` of `trainer` that are overridden run behind `wait`: they may change weights."""
 
-    It is said once where that costs something in each step.
-
-    Args:
-        flush: waits for the weights.
-        is_needed: whether they may be incomplete, or must not change at once.
-    """
-    if not is_needed or not getattr(trainer, "reads_weights", True):
-        return
-    told = set()
-
-    def flushing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **named: Any) -> Any:
-            if name in _EVERY_STEP and name not in told and trainer.is_in_train:
-                told.add(name)
-                logger.warning(
-                    "%s.%s may read weights, so every step waits for them before it; if it reads none but through the "
-                    "model's call, set the class attribute reads_weights = False",
-                    type(trainer).__name__,
-                    name,
-                )
-            if name != "compute_loss":  # which the engine knows of; within a step layers are complete one by one
-                flush()
+            wait()
             return method(*args, **named)
 
         return call
 
     for name in names:
-        if is_overridden(trainer, name):
-            vars(trainer)[name] = flushing(name, getattr(trainer, name))
+        if name != "compute_loss" and is_overridden(trainer, name):  # which runs within a step
+            vars(trainer)[name] = waiting(getattr(trainer, name))

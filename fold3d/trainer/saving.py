@@ -66,7 +66,7 @@ from fold3d.errors import CheckpointError, ConfigError, MissingWeightsError, Not
 from fold3d.faults.progress import Progress
 from fold3d.observe.announce import announce
 from fold3d.trainer.arguments import TrainingArguments
-from fold3d.trainer.flushing import FlushingHandler
+from fold3d.trainer.events import EventHandler
 from fold3d.trainer.overrides import is_overridden
 from fold3d.trainer.preemption import remove_mark
 from fold3d.trainer.refused import refuse_own_state
@@ -119,7 +119,7 @@ class CheckpointingTrainer(transformers.Trainer):
     lr_scheduler: Any
     state: Any
     control: Any
-    callback_handler: FlushingHandler
+    callback_handler: EventHandler
     engine: Engine
     layout: OptimizerLayout | None
     _pushes = False

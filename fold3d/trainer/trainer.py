@@ -40,16 +40,16 @@ from fold3d.trace.batches import synthetic_example
 from fold3d.trace.state import plain, set_attribute
 from fold3d.trainer.accelerator import ReplicaAccelerator
 from fold3d.trainer.arguments import RANDOM, TrainingArguments
-from fold3d.trainer.flushing import FlushingHandler, implements
+from fold3d.trainer.events import EventHandler, implements
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.measuring import counting_parameters, say_peaks
 from fold3d.trainer.overrides import (
     METHODS,
-    flush_before,
     gradient_readers,
     is_overridden,
     refuse_savers,
     require_super,
+    wait_before,
 )
 from fold3d.trainer.preemption import EvaluationEndedError, Preempted, is_asked_to_end, time_left, without_waiting
 from fold3d.trainer.reader import building_trainer
@@ -87,12 +87,12 @@ class Trainer(SearchingTrainer):
     """
 
     reads_weights = True
-    """Whether methods that a subclass overrides may read weights except by calling the model. They then find complete
-    weights, but every step waits for these. Set it to False on a class that reads none."""
+    """Whether a `save_model` or `_save_checkpoint` that a subclass overrides reads weights, which a process with a part
+    of the model does not have."""
     reads_gradients = True
     """Whether an overridden `training_step`, or hooks of the optimizer's step, may read or change gradients. Every step
     then waits for their sums. Set it to False on a class that does neither."""
-    _told_of_loss = _is_empty = _is_made = False
+    _is_empty = _is_made = False
     _gradients_are_read: bool | None = None  # until a training has begun
     _preempted: Preempted | None = None
     _may_end_evaluation = False
@@ -154,8 +154,8 @@ class Trainer(SearchingTrainer):
             self._evaluate_with_whole_model()
         if "training_step" in names:
             require_super(self, lambda: self._waiting.added)
-        is_needed = self.engine.topology.dp > 1 or self.args.async_save
-        flush_before(self, names, self._flush, is_needed=is_needed)
+        if self.args.async_save:
+            wait_before(self, names, self._wait_for_copies)
 
     def _place_model(self) -> None:
         """Gives `self.model` an engine, and tells whoever works with it; every rank calls."""
@@ -192,9 +192,9 @@ class Trainer(SearchingTrainer):
         self.accelerator.use_replicas(self.engine.world.data, self.model, self.engine.clip_grad_norm)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [without_waiting(callback) for callback in callbacks]
-        FlushingHandler.adopt(
+        EventHandler.adopt(
             *(self.callback_handler, self.engine, self._has_stepped, lambda: self._save_under_way is not None),
-            flush=self._flush,
+            wait=self._wait_for_copies,
             before_update=self._before_update,
             load=self._load_early,
         )
@@ -206,11 +206,6 @@ class Trainer(SearchingTrainer):
         self._wait_for_copies()
         if self.layout is not None and len(self._plain_optimizer().param_groups) != len(self.layout.groups):
             self._follow_groups()
-
-    def _flush(self) -> None:
-        """The weights are about to be read, or changed, by somebody else."""
-        self.engine.flush()
-        self._wait_for_copies()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial; then a model that `model_init` has made for this training gets its engine."""
@@ -535,7 +530,6 @@ class Trainer(SearchingTrainer):
             loss = self.engine.run(
                 micro_batches,
                 share,
-                reads_weights=self._loss_reads_weights(),
                 reads_gradients=self._gradients_are_read,
             )
         every = self.args.torch_empty_cache_steps
@@ -571,19 +565,6 @@ class Trainer(SearchingTrainer):
                 "reads_gradients = False there, else gradient_delay=0"
             )
         return bool(found)
-
-    def _loss_reads_weights(self) -> bool:
-        """Whether the computation of the loss may read weights besides calling the model."""
-        function = self.compute_loss_func
-        if function is not None and getattr(function, "reads_weights", True) and self.reads_weights:
-            if not self._told_of_loss and self.engine.topology.dp > 1:
-                logger.warning(
-                    "compute_loss_func may read weights, so every step waits for them before it; if it reads none, set "
-                    "compute_loss_func.reads_weights = False"
-                )
-            self._told_of_loss = True
-            return True
-        return self.reads_weights and is_overridden(self, "compute_loss")
 
     def _loss_adds_up(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether it is transformers' own, and divided by the labels of the global batch."""

@@ -93,7 +93,7 @@ def waits_of_a_step(case: Case, *, scales: bool = False) -> dict[str, int]:
             rows = parity_jobs.micro_batches_of(case, parity_jobs.global_batch(case, step), engine.topology.dp_rank)
             parts = [parity_jobs.on(engine.device, part) for part in rows]
             with counted("run"):
-                engine.run(parts, lambda model, batch: loss_of(model(**batch)) / case.m, reads_weights=False)
+                engine.run(parts, lambda model, batch: loss_of(model(**batch)) / case.m)
             with counted("clip"):
                 norm = engine.clip_grad_norm(parity_jobs.MAX_NORM)
             optimizer = engine.optimizer

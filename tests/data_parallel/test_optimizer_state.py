@@ -1,4 +1,4 @@
-"""StateInParts: an optimizer's state of which replicas have parts is not taken for all there is."""
+"""WatchedState: an optimizer's state of which replicas have parts is not taken for all there is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from fold3d.data_parallel.optimizer.state import StateInParts
+from fold3d.data_parallel.optimizer.state import WatchedState
 from fold3d.errors import ConfigError
 
 HERE, APART = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
@@ -36,8 +36,8 @@ ABOUT_ONE: list[Callable[[Any, Any], Any]] = [
 ]
 
 
-def made(is_whole: bool) -> StateInParts:
-    return StateInParts({HERE: {"step": 1}}, [APART], lambda: is_whole)
+def made(is_whole: bool) -> WatchedState:
+    return WatchedState({HERE: {"step": 1}}, [APART], lambda: is_whole, lambda: None)
 
 
 @pytest.mark.parametrize("look", ABOUT_ALL)
@@ -60,6 +60,6 @@ def test_an_optimizer_works_with_it_and_a_copy_has_a_plain_one() -> None:
     HERE.grad = torch.ones(2)
     optimizer.step()
     copied = copy.deepcopy(optimizer)
-    assert type(copied.state) is not StateInParts
+    assert type(copied.state) is not WatchedState
     assert [sorted(one) for one in copied.state.values()] == [["momentum_buffer", "step"]]
     assert optimizer.state_dict()["state"].keys() == {0}

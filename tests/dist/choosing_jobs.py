@@ -148,7 +148,7 @@ def _train(kind: str, seed: int, dp: int, evaluates: bool, **layout: Any) -> Res
         if evaluates:
             engine.forward(micro_batch(kind, random.Random(f"{seed} {replica}")), lambda model, batch: model(**batch))
         for step in batches(kind, seed, dp):
-            loss = engine.run(step[replica], lambda model, batch: model(**batch) / M, reads_weights=False)
+            loss = engine.run(step[replica], lambda model, batch: model(**batch) / M)
             result.losses.append(float(engine._built().step.mean_loss(loss)))
             result.norms.append(float(engine.clip_grad_norm(MAX_NORM)))
             assert engine.optimizer is not None

@@ -155,7 +155,7 @@ def now_and_then_read(dp_sync: str) -> dict[str, Tensor]:
     for step in range(4):
         read = step % 2 == 1
         parts = batches(step, engine.topology.dp_rank)
-        engine.run(parts, share, reads_weights=False, reads_gradients=read)
+        engine.run(parts, share, reads_gradients=read)
         optimizer.step()
     engine.close()
     return weights(model)

@@ -157,18 +157,24 @@ def gathered_before_the_vote() -> tuple[int, int]:
     return len(gathered), len(sync.buckets)
 
 
+def _with_decay(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Reads all weights in front of the model's call."""
+    decay = sum(parameter.square().sum() for parameter in model.parameters())
+    return torch.as_tensor(model(**batch) + 1e-3 * decay)
+
+
 def breakdowns(dp_sync: str) -> dict[str, tuple[float, float, int]]:
     """Returns by way of reading weights after a step: its exposed DP.sync, its length, and what the reader waited."""
     found = {}
-    for way in ("nobody", "flush", "state_dict", "loss"):
+    for way in ("nobody", "flush", "state_dict", "values", "loss"):
         engine = engine_of(dp=2, dp_sync=dp_sync)
         step_of(engine, 0)
         engine.flush()
-        watched = Watched(engine)
+        watched, parameters = Watched(engine), list(engine.model.parameters())
         if way == "loss":
             step_of(engine, 1)
             watched.seen.clear()
-            run_of(engine, 2)  # which may read what it likes
+            engine.run([batch_of(2, engine.topology.dp_rank)], _with_decay)
         else:
             step_of(engine, 1)
             watched.seen.clear()
@@ -176,6 +182,8 @@ def breakdowns(dp_sync: str) -> dict[str, tuple[float, float, int]]:
                 engine.flush()
             elif way == "state_dict":
                 engine.model.state_dict()
+            elif way == "values":
+                assert all(not one.isnan().any() for one in parameters)
         waited = len(watched.seen)
         breakdown = engine.breakdown()
         found[way] = (breakdown.exposed_dp_ms, breakdown.step_ms, waited)

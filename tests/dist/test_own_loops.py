@@ -163,6 +163,26 @@ class Average:
         return found if isinstance(found, str) else self.values
 
 
+class Moments:
+    """Reads the optimizer's state, and changes it."""
+
+    def __init__(self, *, flushes: bool) -> None:
+        self.flushes = flushes
+        self.read: list[float] = []
+
+    def __call__(self, engine: Engine) -> None:
+        if self.flushes:
+            engine.flush()
+        assert engine.optimizer is not None
+        for state in engine.optimizer.state.values():
+            self.read.append(state["momentum_buffer"].sum().item())
+            state["momentum_buffer"].mul_(0.5)
+
+    def run(self, dp_sync: str) -> list[Tensor] | str:
+        found = on_two(dp_sync, sgd, between=self)
+        return found if isinstance(found, str) else [*found, torch.tensor(self.read)]
+
+
 def writes_to_views(engine: Engine) -> None:
     """To memory of the weights that it has kept from before."""
     if "kept" not in vars(engine.model):
@@ -202,6 +222,8 @@ def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
         "complex": lambda: on_two(dp_sync, sgd, lambda model: model.register_parameter("z", _complex())),
     }
     if dp_sync == "early":
+        ways["moments"] = lambda: Moments(flushes=False).run(dp_sync)
+        ways["moments of flushed"] = lambda: Moments(flushes=True).run(dp_sync)
         ways["autocast"] = lambda: on_two(dp_sync, adafactor, mode=BFLOAT16, dtype=torch.float32)
         ways["serial"] = lambda: on_two("serial", adafactor, mode=BFLOAT16, dtype=torch.float32)
     return {name: run() for name, run in ways.items()}
@@ -221,14 +243,14 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
             assert isinstance(got, list), got
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=0, atol=1e-12), name
-        for name, same in (("clamps", "flushes"), ("clamps data", "flushes"), ("average", "average of flushed")):
+        pairs = [("clamps", "flushes"), ("clamps data", "flushes"), ("average", "average of flushed")]
+        pairs += [("moments", "moments of flushed"), ("autocast", "serial")] if dp_sync == "early" else []
+        for name, same in pairs:
             assert isinstance(found[name], list), found[name]
             assert all(torch.equal(*pair) for pair in zip(found[name], found[same], strict=True)), name
         assert "was written to behind optimizer.step()" in found["views"], found["views"]
         assert "Around has another optimizer do it ('base')" in found["another"], found["another"]
         assert "z is torch.complex128, and replicas" in found["complex"], found["complex"]
-        if dp_sync == "early":
-            assert all(torch.equal(*pair) for pair in zip(found["autocast"], found["serial"], strict=True))
 
 
 def test_sparse_gradients_in_one_process() -> None:

@@ -115,7 +115,6 @@ def train(
             loss = engine.run(
                 [{"x": one} for one in inputs(t, m)],
                 lambda model, batch, m=m: model(**batch)["loss"] / m,  # type: ignore[misc]
-                reads_weights=False,
             )
             norm = engine.grad_norm()
             engine._built().step.scale(clip_coefficient(norm, CLIP))

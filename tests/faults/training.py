@@ -235,7 +235,7 @@ def _writing(args: tuple[Any, ...]) -> str:
 class Visits(transformers.TrainerCallback):  # type: ignore[misc]
     """Knows the step, and is code of the user's at the events of a training."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self, trap: Trap) -> None:
         self.trap = trap

@@ -32,7 +32,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
 class Hosts(transformers.TrainerCallback):  # type: ignore[misc]
     """Loses a host, once, and waits for it, once."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self, folder: Path, host: int) -> None:
         self.folder, self.host, self.launcher = folder, host, os.getppid()

@@ -137,7 +137,7 @@ class Draws(transformers.TrainerCallback):  # type: ignore[misc]
 class Denies(Changes):
     """Says that it reads none, and does."""
 
-    reads_gradients = reads_weights = False
+    reads_gradients = False
 
 
 class Denied(Variant):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn import Parameter
 
 from tests.trainer.jobs import Job, Variant, rows, run_fold3d
 
@@ -63,10 +64,12 @@ class Sees(transformers.TrainerCallback):  # type: ignore[misc]
         self._see("evaluate", state)
 
 
-class SeesRaw(Sees):
-    """Says that it reads none, and so gets whatever lies there."""
+class Counts(Sees):
+    """Reads none, and counts the parameters that wait for their update."""
 
-    reads_weights = False
+    def _see(self, event: str, state: Any) -> None:
+        waiting = sum(type(parameter) is not Parameter for parameter in self.trainer.model.parameters())
+        self.seen.append((event, state.global_step, waiting))
 
 
 class Warnings(logging.Handler):
@@ -124,8 +127,6 @@ class Watched(Variant):
 
 class Uses(transformers.TrainerCallback):  # type: ignore[misc]
     """Saves, evaluates and predicts right after a step, before anybody has waited for its weights."""
-
-    reads_weights = False
 
     def __init__(self) -> None:
         self.trainer: Any = None

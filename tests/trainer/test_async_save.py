@@ -171,8 +171,6 @@ class BetterLater(Watched):
         watched = super().trainer(base)
 
         class Scored(watched):  # type: ignore[misc]
-            reads_weights = False
-
             def evaluate(self, *args: Any, **named: Any) -> Any:
                 return super().evaluate(*args, **named) | {
                     "eval_score": {3: 2.0, 4: 1.0}.get(self.state.global_step, 9)

@@ -46,7 +46,7 @@ class Short(Variant):
         variant = self
 
         class Trainer(base):  # type: ignore[misc]
-            reads_gradients = reads_weights = False
+            reads_gradients = False
 
             def __init__(self, *args: Any, **named: Any) -> None:
                 super().__init__(*args, **named)

@@ -107,8 +107,6 @@ def test_speeds_of_devices() -> None:
 class Seen(TrainerCallback):
     """A user's: keeps what it gets."""
 
-    reads_weights = False
-
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
 

@@ -18,7 +18,7 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_eva
 class Sets(transformers.TrainerCallback):  # type: ignore[misc]
     """Sets a flag in an event, on some processes, after some steps."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self, event: str, flag: str, ranks: list[int], step: int = 2) -> None:
         self.flag, self.ranks, self.step = flag, ranks, step

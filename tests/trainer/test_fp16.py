@@ -57,7 +57,7 @@ class Scaled(Variant):
 
     def trainer(self, base: type[Any]) -> type[Any]:
         class Trainer(base):  # type: ignore[misc]
-            reads_gradients = reads_weights = False
+            reads_gradients = False
 
             def create_accelerator_and_postprocess(self) -> None:
                 with scaling_on_the_cpu():

@@ -22,8 +22,6 @@ STEPS = 4
 class Press(transformers.TrainerCallback):
     """Presses Ctrl-C when so many steps are done."""
 
-    reads_weights = False
-
     def __init__(self, after: int) -> None:
         self.after = after
 

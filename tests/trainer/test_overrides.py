@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import fold3d
 from fold3d.errors import ConfigError, Fold3dError
-from fold3d.trainer.flushing import implements, may_read
+from fold3d.trainer.events import implements, may_read_gradients
 from fold3d.trainer.overrides import overridden, refuse_savers
 from tests.helpers.ranks import RankPool
 from tests.trainer.jobs import Job
@@ -237,4 +237,4 @@ def test_an_event_that_is_set_on_the_callback_is_the_users() -> None:
     callback = transformers.TrainerCallback()
     assert not implements(callback, "on_step_end")
     callback.on_step_end = lambda *_, **__: None  # type: ignore[method-assign]
-    assert implements(callback, "on_step_end") and may_read(callback, "on_step_end", "reads_weights")
+    assert implements(callback, "on_step_end") and may_read_gradients(callback, "on_step_end")

@@ -43,8 +43,6 @@ def close(trainer: Any) -> None:
 class Steps(TrainerCallback):
     """Counts steps."""
 
-    reads_weights = False
-
     def __init__(self) -> None:
         self.count = 0
 

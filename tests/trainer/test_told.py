@@ -47,8 +47,6 @@ def test_set_up_has_a_line_of_its_own(
 class Breaks(fold3d.Trainer):
     """Its loss is NaN on replica 0, from its third step on."""
 
-    reads_weights = False
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **named)
         return loss * (float("nan") if self.state.global_step >= 2 and self.accelerator.process_index == 0 else 1.0)

@@ -54,18 +54,6 @@ def test_whoever_reads_weights_sees_them_whole(ranks: RankPool, tmp_path: Path, 
     assert found[0]["parameters"]
 
 
-def test_what_costs_the_overlap_is_said_once(ranks: RankPool, tmp_path: Path) -> None:
-    layout = {"dp": 2, "dp_sync": "early"}
-    job = Job(str(tmp_path))
-    for texts in ranks.run(jobs.told, 2, job, layout, jobs.Loss):
-        (text,) = texts
-        assert text.startswith("Loss.compute_loss may read weights, so every step waits") and "reads_weights" in text
-    for texts in ranks.run(jobs.told, 2, job, layout, jobs.Loss, jobs.mean_loss):
-        assert any(text.startswith("compute_loss_func may read weights") for text in texts)
-    assert ranks.run(jobs.told, 2, job, layout, jobs.PlainLoss, jobs.mean_loss) == [[], []]
-    assert ranks.run(jobs.told, 2, job, {"pp": 2}, jobs.Loss) == [[], []], "with one replica nothing waits"
-
-
 def test_the_time_limit_is_that_of_the_user(ranks: RankPool, tmp_path: Path) -> None:
     """Process 0 may be busy for ddp_timeout, not for the 300 seconds of comm_timeout's default."""
     for is_as_before, exchanges, silence in ranks.run(

@@ -23,13 +23,6 @@ def build(job: Job, layout: dict[str, Any], kind: type[Any] = fold3d.Trainer, lo
     return kind(args=args, **trainer_arguments(job), compute_loss_func=loss)
 
 
-def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A compute_loss_func; it reads no weights."""
-    return transformers.loss.loss_utils.ForCausalLMLoss(
-        outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch=num_items_in_batch
-    )
-
-
 def exchanges(job: Job, layout: dict[str, Any]) -> dict[str, Any]:
     """Returns what the accelerator's collectives make of numbers that differ by replica."""
     trainer = build(job, layout)
@@ -69,7 +62,7 @@ class Pushes(transformers.TrainerCallback):  # type: ignore[misc]
 class Pushing(transformers.TrainerCallback):  # type: ignore[misc]
     """Reads nothing, and has the trainer's event of a push come right after a step."""
 
-    reads_weights = reads_gradients = False
+    reads_gradients = False
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -96,19 +89,6 @@ class Reading(fold3d.Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self.seen.append(weights_of(self))
         super().log(logs, start_time)
-
-
-class Loss(fold3d.Trainer):
-    """Overrides what runs in every step."""
-
-    def compute_loss(self, *args: Any, **named: Any) -> Any:
-        return super().compute_loss(*args, **named)
-
-
-class PlainLoss(Loss):
-    """Says that it reads no weights."""
-
-    reads_weights = False
 
 
 def reads(job: Job, layout: dict[str, Any]) -> dict[str, Any]:
@@ -139,14 +119,6 @@ def messages(logger: str, call: Callable[[], Any]) -> list[str]:
         told.removeHandler(keeper)
         told.setLevel(level)
     return keeper.texts
-
-
-def told(job: Job, layout: dict[str, Any], kind: type[Any], func: Any = None) -> list[str]:
-    """Returns what fold3d tells of the script in a training."""
-    trainer = build(job, layout, kind, func)
-    texts = messages("fold3d.trainer", trainer.train)
-    trainer.engine.close()
-    return [text for text in texts if not text.startswith("peak memory of this training")]
 
 
 def time_limits(job: Job) -> tuple[bool, float, float]:

@@ -38,6 +38,7 @@ class BucketwiseOptimizer:
         on_host: bool = False,
         kernel: bool = False,
         feeds_back: bool = False,
+        looked: Callable[[], None] = lambda: None,
     ):
         """Moves parameters of sharded buckets into one flat tensor each.
 
@@ -47,15 +48,17 @@ class BucketwiseOptimizer:
             data: the replicas of this rank's stage.
             on_host: steps are taken in host memory, where the state lies.
             kernel, feeds_back: as in `BucketOptimizer`.
+            looked: as in `WatchedState`.
         Raises: ConfigError when the host lacks memory.
         """
-        self._optimizer, self._buckets, self._data = optimizer, buckets, data
+        self._optimizer, self._buckets, self._data, self._looked = optimizer, buckets, data, looked
         self._groups = groups_of(optimizer)
         self._is_sharded = list(sharded)
         self._sharded = [bucket for bucket, is_sharded in zip(buckets, sharded, strict=True) if is_sharded]
         # Buckets that are to be stepped when they are opened, and in which autocast.
         self._pending: dict[int, tuple[Settings, AbstractContextManager[Any]]] = {}
         self._collected = False  # the optimizer's state is whole
+        self._watched: state.WatchedState | None = None
         tensors: list[list[tuple[Piece, Tensor]]] = []
         for bucket, is_sharded in zip(buckets, sharded, strict=True):
             if bucket.versions:  # the newest is stepped, whatever the parameters have
@@ -131,11 +134,12 @@ class BucketwiseOptimizer:
                         f"{name} got other memory after the engine was built (.data was assigned, or .to() called); "
                         "change weights in place, or make a new Engine"
                     )
-        if self._sharded and not isinstance(self._optimizer.state, state.StateInParts):
+        if self._sharded and not isinstance(self._optimizer.state, state.WatchedState):
             raise ConfigError(
                 "the optimizer's `state` was replaced, and each replica keeps its part of it elsewhere; clear or "
                 "change it inside `with engine.whole_optimizer_state():`, on all ranks"
             )
+        self._watch_state()
         check_groups(self._optimizer, self._groups)
 
     def collect_state(self) -> None:
@@ -188,7 +192,7 @@ class BucketwiseOptimizer:
 
     def check_state_is_whole(self) -> None:
         """The optimizer's state is about to be read. Raises ConfigError when this replica has only a part of it."""
-        if isinstance(self._optimizer.state, state.StateInParts):
+        if isinstance(self._optimizer.state, state.WatchedState):
             self._optimizer.state.check()
 
     def split_state(self) -> None:
@@ -203,9 +207,14 @@ class BucketwiseOptimizer:
                 elif self._on_host:
                     part.own_state()
         self._collected = False
+        self._watch_state()
+
+    def _watch_state(self) -> None:
+        if self._optimizer.state is self._watched:
+            return
         apart = [parameter for bucket in self._sharded for parameter in bucket.parameters]
-        if apart and not isinstance(self._optimizer.state, state.StateInParts):
-            self._optimizer.state = state.StateInParts(self._optimizer.state, apart, self._state_is_whole)
+        self._watched = state.WatchedState(self._optimizer.state, apart, self._state_is_whole, self._looked)
+        self._optimizer.state = self._watched
 
 
 def _autocast_of_now(kind: str) -> AbstractContextManager[Any]:

@@ -25,29 +25,34 @@ def _checked(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
     @functools.wraps(method)
-    def call(self: StateInParts, *args: Any, **named: Any) -> Any:
+    def call(self: WatchedState, *args: Any, **named: Any) -> Any:
         self.check(*args)
         return method(self, *args, **named)
 
     return call
 
 
-class StateInParts(defaultdict[Tensor, dict[str, Any]]):
-    """What `Optimizer.state` is where replicas have parts of some parameters' state: these are not in it, and whoever
-    looks for them, or at all there is, finds nothing, and what is written of them would be lost. So that is refused."""
+class WatchedState(defaultdict[Tensor, dict[str, Any]]):
+    """What `Optimizer.state` is where parameters are stepped bucket by bucket: whoever looks into it finds what the
+    last step has left. Where replicas have parts of some parameters' state, these are not in it: whoever looks for
+    them, or at all there is, would find nothing, and what is written of them would be lost, so that is refused."""
 
-    def __init__(self, state: State, apart: Iterable[Tensor], is_whole: Callable[[], bool]) -> None:
+    def __init__(
+        self, state: State, apart: Iterable[Tensor], is_whole: Callable[[], bool], looked: Callable[[], None]
+    ) -> None:
         """Args:
         apart: parameters of whose state the replicas have parts.
         is_whole: whether their state is in it at the moment, or there is none yet.
+        looked: called before somebody looks, or writes; completes the last step.
         """
         super().__init__(dict)
-        self._apart, self._is_whole = {id(parameter) for parameter in apart}, is_whole
-        dict.update(self, state)
+        self._apart, self._is_whole, self._looked = {id(parameter) for parameter in apart}, is_whole, looked
+        dict.update(self, dict.items(state))  # perhaps that of an engine before, whose parts went with it
 
     def check(self, *keys: Any) -> None:
         """Raises ConfigError unless it is whole, or `keys` begins with a parameter whose state is here."""
-        is_here = bool(keys) and isinstance(keys[0], Tensor) and id(keys[0]) not in self._apart
+        self._looked()
+        is_here = not self._apart or (bool(keys) and isinstance(keys[0], Tensor) and id(keys[0]) not in self._apart)
         if not is_here and not self._is_whole():
             raise ConfigError(
                 "each replica keeps a part of the optimizer's state; take engine.state_dict(), or read or change it "
