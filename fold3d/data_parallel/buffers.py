@@ -38,7 +38,7 @@ class BufferSync:
         """A step begins; all replicas of the stage call."""
         if self._due:
             self._share()
-            self._alike = {name: (weakref.ref(b), b._version) for name, b in self._buffers()}
+            self._alike = {name: (weakref.ref(b), _version(b)) for name, b in self._buffers()}
             if self._values is not None:
                 self._values = {name: buffer.detach().clone() for name, buffer in self._buffers()}
         self._due = True
@@ -48,7 +48,7 @@ class BufferSync:
         now = dict(self._buffers())
         if self._values is not None:
             self._unseen = any(
-                name in now and self._is_alike(name, now[name]) and not torch.equal(value, now[name])
+                name in now and self._is_alike(name, now[name]) and not torch.equal(_bits(value), _bits(now[name]))
                 for name, value in self._values.items()
             )
             self._values = None
@@ -60,7 +60,7 @@ class BufferSync:
 
     def _is_alike(self, name: str, buffer: Tensor) -> bool:
         tensor, version = self._alike.get(name, (None, -1))
-        return tensor is not None and tensor() is buffer and version == buffer._version
+        return tensor is not None and tensor() is buffer and version == _version(buffer)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Returns what this rank's stage may change: not the buffers of modules that only another one runs."""
@@ -72,14 +72,25 @@ class BufferSync:
         mine = dict(self._buffers())
         if not mine:  # the same module on all replicas: nobody waits
             return
-        values = {name: b.detach().cpu() for name, b in mine.items()} if self._data.is_first else None
+        values = {name: (b.shape, b.dtype, _bits(b).cpu()) for name, b in mine.items()} if self._data.is_first else None
         with self._progress.during("taking the buffers of replica 0", meets=True):
             first = self._data.share(values)
         if self._data.is_first:
             return
         with torch.no_grad():
             for name, buffer in mine.items():
-                theirs = first.get(name)
+                shape, dtype, bits = first.get(name, (None, None, None))
                 # One of another shape is a cache that grows with this replica's own inputs.
-                if theirs is not None and theirs.shape == buffer.shape and theirs.dtype == buffer.dtype:
-                    buffer.copy_(theirs)
+                if (shape, dtype) != (buffer.shape, buffer.dtype) or bits is None:
+                    continue
+                if not buffer.is_inference():  # that one nobody can have written to
+                    buffer.copy_(bits.view(dtype).view(shape))
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns the bytes of its elements, uint8 [bytes]: NaN is equal to itself, and each dtype can be sent."""
+    return tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -151,6 +151,21 @@ def refuse_two_in_one(model: Module) -> None:
         last = max(last, place, key=lambda one: one[1])
 
 
+def refuse_odd_buffers(model: Module, processes: int) -> None:
+    """Raises ConfigError for buffers that several processes cannot compare, and make alike."""
+    for name, buffer in model.named_buffers() if processes > 1 else ():
+        kind = "conjugate" if buffer.is_conj() else str(buffer.layout).removeprefix("torch.").replace("_", " ")
+        if kind == "strided" and any(
+            not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+        ):
+            kind = "expanded"
+        if kind != "strided":
+            raise ConfigError(
+                f"the buffer {name} is {kind}, and {processes} processes compare and share buffers as plain memory: "
+                "register what .to_dense(), .resolve_conj() or .clone() makes of it, and convert it in the forward"
+            )
+
+
 def check_compiled(tp: int, options: Mapping[str, Any] | None) -> None:
     """Raises ConfigError where blocks cannot be compiled."""
     if options is not None and tp > 1:

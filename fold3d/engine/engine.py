@@ -30,6 +30,7 @@ from fold3d.engine.arguments import (
     check_batches,
     check_compiled,
     check_model,
+    refuse_odd_buffers,
     refuse_two_in_one,
 )
 from fold3d.engine.builder import connect
@@ -149,6 +150,7 @@ class Engine(state.WholeState):
         )
         if world > 1 or constraints.segments != 1:
             refuse_two_in_one(model)
+        refuse_odd_buffers(model, world)
         if constraints.segments is not None and config.micro_batch_size is None:  # a bad schedule ends here
             programs_of(config, constraints, self.topology.dp).training(config.micro_batches)
         self.device = make_current(device or default_device())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -295,3 +296,41 @@ def test_an_evaluation_leaves_each_modules_mode() -> None:
     engine.evaluate(batches(0)[0])
     assert model.training and not model.norm.training
     engine.close()
+
+
+def odd_buffers() -> dict[str, str]:
+    """Returns what becomes of buffers that are not plain memory, or that torch has few operators for, by kind."""
+    rank = dist.get_rank()
+    with torch.inference_mode():
+        made, other = torch.ones(3), torch.ones(3) + rank
+    kinds = {
+        "expanded": torch.ones(1, 3).expand(2, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+        "inference": made,
+        "inference, another": other,
+        "float8": torch.full((3,), 1.0 + rank).to(torch.float8_e4m3fn),
+    }
+    found = {}
+    for kind, buffer in kinds.items():
+        model = net(torch.float32)
+        model.register_buffer("odd", buffer)
+        try:
+            config = ParallelConfig(dp=2, segments=1, micro_batches=1, blocks="layers")
+            engine = Engine(model, config, optimizer=sgd, example=batches(0, torch.float32)[0])
+            mine = batches(0, torch.float32)[engine.topology.dp_rank]
+            engine.run([mine], lambda module, batch: loss_of(module, batch, nullcontext))
+            found[kind] = str(model.odd[0].item())
+            engine.close()
+        except Fold3dError as error:
+            found[kind] = str(error)
+    return found
+
+
+@pytest.mark.gate
+def test_buffers_that_are_not_plain_memory(ranks: RankPool) -> None:
+    for found in ranks.run(odd_buffers, 2):
+        for kind in ("expanded", "sparse", "conjugate"):
+            assert f"the buffer odd is {kind}" in found[kind], found[kind]
+        of_replica_0 = [found[kind] for kind in ("inference", "inference, another", "float8")]
+        assert of_replica_0 == ["1.0"] * 3, found
