@@ -160,7 +160,7 @@ class Delivery:
                 room = sum(entry.bytes for entry in entries.values())
                 there = next(path for path in (files.folder, *files.folder.absolute().parents) if path.is_dir())
                 if shutil.disk_usage(there).free < room:
-                    raise OSError(errno.ENOSPC, f"{room / 1e6:,.0f} MB do not fit", str(files.folder))
+                    raise OSError(errno.ENOSPC, f"{room:,} bytes do not fit", str(files.folder))
                 locations = files.make(entries, [note for _, note in shares])
                 _let_go(files.folder, locations.values())
                 made = locations, [] if self._is_shared else pieces

@@ -109,8 +109,8 @@ def _in_weights(folder: Path) -> str | None:
     weights = {path.name for path in folder.glob(_WEIGHTS) if path.is_file()}  # and no link to what is gone
     if (folder / _INDEX).is_file():
         files = _load(folder / _INDEX).get("weight_map")
-        if not isinstance(files, dict):
-            return f"{_INDEX} has no weight_map"
+        if not isinstance(files, dict) or not all(isinstance(one, str) for one in files.values()):
+            return f"{_INDEX} has no weight_map with a file for each name"
         missing = sorted(set(files.values()) - weights)
         if missing:
             return f"{missing[0]} is missing, {_INDEX} names it"

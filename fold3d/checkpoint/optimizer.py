@@ -24,6 +24,7 @@ from fold3d.checkpoint.delivery import Location
 from fold3d.checkpoint.regions import Box, Entry, regions_of, regions_of_piece
 from fold3d.checkpoint.torch_file import TorchFile, without_values
 from fold3d.data_parallel.bucket import Piece, laid_out
+from fold3d.data_parallel.optimizer.bucket_optimizer import loads_by_itself
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_memory import OnHost, host_memory
 from fold3d.data_parallel.optimizer.parameter_state import cut_state, like_parameter, shard_of_state
@@ -70,7 +71,7 @@ class OptimizerLayout:
                 )
             groups.append(tuple(names[id(p)] for p in group["params"]))
             old = {names[id(p)]: p for p in group["params"]}
-            group.update(_of_parameters(group, [name in owned for name in groups[-1]]))
+            group.update(_of_parameters(group, optimizer, [name in owned for name in groups[-1]]))
             group["params"] = [owned[name] for name in groups[-1] if name in owned]
             for name, parameter in old.items():
                 state = optimizer.state.pop(parameter, None)
@@ -175,17 +176,17 @@ class OptimizerLayout:
         indices = itertools.chain.from_iterable(group["params"] for group in saved)
         index_of = dict(zip(itertools.chain.from_iterable(self.groups), indices, strict=True))
 
-        def read(piece: Piece, tensor: Tensor) -> dict[str, Any] | None:
+        def read(piece: Piece) -> dict[str, Any] | None:
             values = state.get(index_of[piece.name])
             if values is None:
                 return None
-            found = {key: _read(file, piece, key, value, parts)[0] for key, value in values.items()}
-            return {key: _as_loaded(key, value, tensor, groups, index_of[piece.name]) for key, value in found.items()}
+            return {key: _read(file, piece, key, value, parts)[0] for key, value in values.items()}
 
         with file.opened():
             groups = file.read_all(saved)
             if type(optimizer) in _ELEMENTWISE:
                 _check_shapes(path, {name: state.get(index, {}) for name, index in index_of.items()}, owned, parts)
+            on_host = on_host and not loads_by_itself(optimizer)  # that one takes tensors, which go to the host later
             local = [name for name in self.local(owned) if keep is None or name not in keep.names]
             own = {
                 name: {
@@ -200,7 +201,7 @@ class OptimizerLayout:
             numbers = {name: number for number, name in enumerate(self.local(owned))}
             mine = [
                 group
-                | _of_parameters(group, [name in owned for name in names])
+                | _of_parameters(group, optimizer, [name in owned for name in names])
                 | {"params": [numbers[name] for name in names if name in owned]}
                 for names, group in zip(self.groups, groups, strict=True)
             ]
@@ -230,10 +231,12 @@ def _check_shapes(
                 )
 
 
-def _of_parameters(group: Mapping[str, Any], keeps: Sequence[bool]) -> dict[str, Any]:
-    """Returns the lists of a group that have an entry for each parameter ("param_names"), with some of them."""
+def _of_parameters(group: Mapping[str, Any], optimizer: Optimizer, keeps: Sequence[bool]) -> dict[str, Any]:
+    """Returns the lists of a group that have an entry for each parameter ("param_names"), with some of them. A list
+    that has a default (betas) is one setting."""
     lists = {key: value for key, value in group.items() if isinstance(value, list) and len(value) == len(keeps)}
-    return {key: list(itertools.compress(value, keeps)) for key, value in lists.items() if key != "params"}
+    settings = {"params", *optimizer.defaults}
+    return {key: list(itertools.compress(value, keeps)) for key, value in lists.items() if key not in settings}
 
 
 def _refuse_tensors(name: str, key: str, value: Any, instead: str) -> None:
@@ -275,14 +278,6 @@ def _beside(key: str, read: tuple[Any, bool], parameter: Parameter, on_host: boo
 def _is_first(shard: Shard | None, rank: int) -> bool:
     """Whether this rank of a tensor-parallel group writes what of a parameter's state all of them have."""
     return shard is None or next(place for place in range(shard.ranks) if shard.length(place)) == rank
-
-
-def _as_loaded(key: str, value: Any, tensor: Tensor, groups: Any, index: int) -> Any:
-    """Returns a value of the state as `load_state_dict` would give it to an optimizer that steps `tensor`."""
-    if not isinstance(value, Tensor):
-        return value
-    policy: Any = Optimizer._process_value_according_to_param_policy
-    return policy(tensor, value, index, groups, key)
 
 
 class OptimizerFiles:

@@ -132,7 +132,10 @@ def run(options: argparse.Namespace) -> None:
         _check(job)
     sys.stderr.flush()
     if len(job.commands) == 1:  # signals and the terminal are torchrun's, or srun's
-        os.execvp(job.commands[0][0], job.commands[0])
+        try:
+            os.execvp(job.commands[0][0], job.commands[0])
+        except OSError as error:
+            raise ConfigError(f"{job.commands[0][0]} cannot be started: {error.strerror}") from None
     code = _run_all(dict(zip(job.hosts, job.commands, strict=True)))
     if code:
         raise SystemExit(code)
@@ -161,9 +164,10 @@ def _job(options: argparse.Namespace) -> _Job:
         raise ConfigError(f"--env={wrong[0]}: must be NAME=VALUE")
     interface = given.get("interface")
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
-    per_host = given.get("nproc_per_node") or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0) or _gpus()
-    if per_host < 0:
+    per_host = given.get("nproc_per_node")
+    if per_host is not None and per_host < 1:
         raise ConfigError(f"-n is {per_host}: how many processes to start on each host, at least 1")
+    per_host = per_host or int(os.environ.get("SLURM_GPUS_ON_NODE") or 0) or _gpus()
     if per_host < 1:
         raise ConfigError("this host has no GPU: say how many processes to start on each host, -n 4")
     port = given.get("port", 20000 + int(job_id) % 10000 if is_slurm and job_id else 29500)

@@ -661,8 +661,14 @@ class CheckpointingTrainer(transformers.Trainer):
         self.engine.resume_at(manifest.step_index(folder))
 
     def _load_best_model(self) -> None:
-        logger.info("loading the best model, %s", self.state.best_model_checkpoint)
-        self._load_weights(Path(self.state.best_model_checkpoint))
+        folder = Path(self.state.best_model_checkpoint)
+        is_there = torch.tensor(folder.is_dir())
+        self.engine.world.all_reduce(is_there, torch.logical_or, timeout=self.args.ddp_timeout)
+        if not is_there:
+            logger.warning("the best model, %s, is gone from all processes' hosts: the weights of now stay", folder)
+            return
+        logger.info("loading the best model, %s", folder)
+        self._load_weights(folder)
 
     def _load_weights(self, folder: Path) -> None:
         with self._together(f"loading {folder}"):

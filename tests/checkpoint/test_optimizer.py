@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fold3d.checkpoint import OptimizerFiles, OptimizerLayout, write_all
 from fold3d.checkpoint.regions import Entry
 from fold3d.checkpoint.torch_file import TorchFile
-from fold3d.data_parallel.bucket import Piece, flattened
+from fold3d.data_parallel.bucket import Piece
 from fold3d.errors import CheckpointError, ConfigError
 from fold3d.sharding.plan import ShardingPlan
 from fold3d.sharding.shard import Shard
@@ -115,6 +115,15 @@ def test_lists_of_parameters_are_cut_with_them() -> None:
     cut = torch.optim.SGD(module.named_parameters(), lr=0.1)
     OptimizerLayout.restrict(cut, {id(p): name for name, p in module.named_parameters()}, owned)
     assert cut.param_groups[0]["param_names"] == list(owned)
+
+
+def test_lists_that_are_settings_stay_whole() -> None:
+    """As many as there are parameters: betas of a file with JSON."""
+    module = nn.Linear(2, 2)
+    names = {id(p): name for name, p in module.named_parameters()}
+    cut = torch.optim.AdamW([{"params": list(module.parameters()), "betas": [0.8, 0.9]}])
+    OptimizerLayout.restrict(cut, names, {"weight": module.weight})
+    assert cut.param_groups[0]["betas"] == [0.8, 0.9]
 
 
 def test_what_would_not_be_saved_is_refused() -> None:
@@ -350,10 +359,8 @@ class Kept:
         self.pieces = [Piece(n, p, 0, halves[n], p.numel(), halves[n]) for n, p in owned.items()]
         self.states: dict[str, dict[str, Any] | None] = {}
 
-    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
-        for piece in self.pieces:
-            flat = flattened(piece.parameter.detach(), piece.parameter)
-            self.states[piece.name] = read(piece, flat[piece.offset :])
+    def load_held(self, read: Callable[[Piece], dict[str, Any] | None]) -> None:
+        self.states = {piece.name: read(piece) for piece in self.pieces}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])

@@ -23,11 +23,14 @@ class Replica:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
         self.model[1].register_buffer("mask", torch.ones(3))
-        self.first = {name: torch.full_like(buffer, 7) for name, buffer in self.model.named_buffers()}
+        self.first = {
+            name: (buffer.shape, buffer.dtype, torch.full_like(buffer, 7).view(-1).view(torch.uint8))
+            for name, buffer in self.model.named_buffers()
+        }
         self.shared = 0
         self.placement = ParameterPlacement.from_needed([[]], (), pp=1)
 
-    def share(self, value: Any) -> dict[str, torch.Tensor]:
+    def share(self, value: Any) -> dict[str, tuple[torch.Size, torch.dtype, torch.Tensor]]:
         self.shared += 1
         return self.first
 

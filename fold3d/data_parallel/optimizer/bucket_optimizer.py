@@ -21,6 +21,7 @@ from fold3d.data_parallel.gradients import Factor, multiply
 from fold3d.data_parallel.optimizer.host_copies import HostCopies
 from fold3d.data_parallel.optimizer.host_memory import host_memory, settings_on_host, to_host
 from fold3d.profile.optimizer import has_fused_step
+from fold3d.trace.wrappers import is_ours
 
 _UPDATE_BEFORE = "update_before"
 
@@ -257,6 +258,38 @@ class BucketOptimizer:
                 for key, value in state.items():
                     state[key] = self.own(value)
 
+    def load(self, read: Callable[[Piece], dict[str, Any] | None]) -> None:
+        """Loads the state of each piece of which `read` returns any, as the optimizer would. For pieces that this one
+        steps alone."""
+        self.twin.state.clear()
+        groups = [{**group, "params": list(map(self._number_of, group["params"]))} for group in self.twin.param_groups]
+        with self.memory():
+            found = {number: read(piece) for number, (piece, _) in enumerate(self.tensors)}
+            state = {number: values for number, values in found.items() if values is not None}
+            if loads_by_itself(self.twin):
+                before = self.twin.param_groups
+                for name in _LOAD_HOOKS:
+                    setattr(self.twin, name, _of_others(getattr(self._optimizer, name)))
+                self.twin.load_state_dict({"state": state, "param_groups": groups})
+                self.twin.param_groups = before
+                loaded = dict(self.twin.state)
+            else:
+                policy: Any = Optimizer._process_value_according_to_param_policy
+                loaded = {
+                    self.tensors[number][1]: {
+                        key: policy(self.tensors[number][1], value, number, groups, key)
+                        if isinstance(value, Tensor)
+                        else value
+                        for key, value in values.items()
+                    }
+                    for number, values in state.items()
+                }
+            for tensor, values in loaded.items():
+                self.twin.state[tensor] = {key: self.own(value) for key, value in values.items()}
+
+    def _number_of(self, stepped: Tensor) -> int:
+        return next(number for number, (_, tensor) in enumerate(self.tensors) if tensor is stepped)
+
     def _take_state(self) -> None:
         if self._sharded:
             return
@@ -277,6 +310,20 @@ class BucketOptimizer:
 
     def _on_host(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return settings_on_host(settings, fused=self._fused)
+
+
+_LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+def _of_others(hooks: Mapping[int, Callable[..., Any]]) -> OrderedDict[int, Any]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if not is_ours(hook))
+
+
+def loads_by_itself(optimizer: Optimizer) -> bool:
+    """Whether code of others' takes part when this optimizer loads a state, such as one that keeps its dtypes."""
+    methods = ("load_state_dict", "_process_value_according_to_param_policy")
+    overrides = any(getattr(type(optimizer), name) is not getattr(Optimizer, name) for name in methods)
+    return overrides or any(_of_others(getattr(optimizer, name)) for name in _LOAD_HOOKS)
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

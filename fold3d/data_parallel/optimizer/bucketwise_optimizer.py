@@ -175,17 +175,16 @@ class BucketwiseOptimizer:
                 (piece, part.twin.state[one]) for part in parts for piece, one in part.tensors if one in part.twin.state
             ]
 
-    def load_held(self, read: Callable[[Piece, Tensor], dict[str, Any] | None]) -> None:
-        """Puts what `read` returns, of a piece and the tensor that is stepped for it, in the place of this replica's
-        part of the state; None: the piece has none."""
-        for bucket in self._sharded:
+    def load_held(self, read: Callable[[Piece], dict[str, Any] | None]) -> None:
+        """Puts what `read` returns of a piece in the place of this replica's part of the state; None: the piece has
+        none. What lies whole in the optimizer has been loaded."""
+        for bucket, is_sharded in zip(self._buckets, self._is_sharded, strict=True):
             part = self.parts[bucket.number]
-            part.twin.state.clear()
-            with part.memory():
-                for piece, tensor in part.tensors:
-                    state = read(piece, tensor)
-                    if state is not None:
-                        part.twin.state[tensor] = {key: part.own(value) for key, value in state.items()}
+            if is_sharded:
+                part.load(read)
+            elif self._on_host:
+                with self.opened_state():
+                    part.own_state()
 
     def _state_is_whole(self) -> bool:
         return self._collected or not any(self.parts[bucket.number].twin.state for bucket in self._sharded)
