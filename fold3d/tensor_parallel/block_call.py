@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fold3d.tensor_parallel.random_draws import ShardDraws
 from fold3d.tensor_parallel.region import COPY, RegionOps
+from fold3d.torch_private import checkpoint_around
 
 
 class BlockCall:
@@ -132,6 +133,7 @@ class BlockCalls:
     def __init__(self, ops: RegionOps, block: str = "") -> None:
         self._ops, self._block = ops, block
         self._outside = BlockCall(ops, block)
+        self._run: weakref.ref[Any] | None = None  # of a checkpoint's code, to which that one belongs
 
     def begin(self) -> Any:
         """A call begins; returns what `end` takes."""
@@ -150,6 +152,10 @@ class BlockCalls:
         found = _CURRENT.get()
         if found is not None and found[0] is self:
             return found[1]
+        around = checkpoint_around()
+        if around is not None and (self._run is None or self._run() is not around.run):
+            # The run before may have ended within a region: torch stops one that has made all that backward needs.
+            self._run, self._outside = weakref.ref(around.run), BlockCall(self._ops, self._block)
         return self._outside
 
     def left(self, call: BlockCall) -> None:

@@ -247,6 +247,8 @@ class _Installer:
         hidden = None if sequence is None else sequence.split.hidden  # enters regions by what gathers it
         inputs = [one for one in split.inputs if one.path != hidden]
         entering = [path for path in split.entering if path != hidden]
+        # Of the call of now: where a checkpoint in the block runs a part of it again, the modes are those of the first.
+        in_region = lambda: calls.current().in_region  # noqa: E731
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             begun = calls.begin()
@@ -273,9 +275,9 @@ class _Installer:
                         drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
                     if split.draws and block.training:
-                        drawing.enter_context(ShardRandom(split.draws, rank, lambda: call.in_region))
+                        drawing.enter_context(ShardRandom(split.draws, rank, in_region))
                     if sequence is not None:
-                        drawing.enter_context(sequence.random(call, args, kwargs))
+                        drawing.enter_context(sequence.random(in_region, args, kwargs))
                     try:
                         output = original(*args, **kwargs)
                     except (RuntimeError, IndexError, ValueError) as error:

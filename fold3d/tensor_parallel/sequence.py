@@ -5,7 +5,7 @@ long the whole one is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -195,7 +195,7 @@ class BlockSequence:
         coat.put(Wrap.GATHERED, module, forward)
 
     @contextlib.contextmanager
-    def random(self, call: BlockCall, args: Any, kwargs: Any) -> Iterator[None]:
+    def random(self, in_region: Callable[[], bool], args: Any, kwargs: Any) -> Iterator[None]:
         """Outside of regions, what the block draws is this rank's part of what one rank would draw."""
         chances = [module.p for module in self._dropouts]
         hidden = _leaf(args, kwargs, self.split.hidden)
@@ -204,7 +204,7 @@ class BlockSequence:
             yield
             return
         length, _ = self._known(hidden.shape[self.split.dim])
-        mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, lambda: call.in_region)
+        mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, in_region)
         with mode:
             yield
         self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))

@@ -25,6 +25,7 @@ from fold3d.tensor_parallel.whole_results import LazyWhole
 from tests.dist import parity_jobs
 from tests.dist.parity_cases import Case
 from tests.dist.parity_checks import TOLERANCE, assert_all_names, assert_equal, assert_ranks_agree
+from tests.helpers import models
 from tests.helpers.ranks import RankPool
 from tests.splitting.models import Attention
 
@@ -240,6 +241,29 @@ def test_checkpoints_of_the_model_around_its_blocks(ranks: RankPool, reentrant: 
         weigh, 2, "", {"tp": 2, "sequence_parallel": True, "segments": 1}, reentrant, timeout=100.0
     ):
         assert losses == pytest.approx(expected, abs=1e-10)
+
+
+def dropped(layout: dict[str, Any]) -> list[float]:
+    """Returns losses of steps with dropout of attention in checkpoints of the model's own. As many samples as ranks: a
+    sequence is then as long as samples times a rank's rows."""
+    torch.manual_seed(0)
+    model = models.build(models.MODELS["llama"](layers=2, dropout=0.3), dtype=torch.float64)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.arange(12).view(2, 6) % 7 + 2
+    batch = {"input_ids": tokens, "labels": tokens}
+    config = fold3d.ParallelConfig(micro_batches=1, segments=1, seed=5, **layout)
+    engine = Engine(model, config, example=batch, optimizer=functools.partial(SGD, lr=0.5))
+    losses = [float(engine.step(batch).loss) for _ in range(3)]
+    engine.close()
+    return losses
+
+
+@pytest.mark.gate
+def test_dropout_of_attention_in_checkpoints(ranks: RankPool) -> None:
+    """It ended in step 1 for shapes such as these."""
+    expected = dropped({})
+    for losses in ranks.run(dropped, 2, {"tp": 2, "sequence_parallel": True}, timeout=100.0):
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def keep(layout: dict[str, Any]) -> list[float]:
