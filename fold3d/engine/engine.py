@@ -403,6 +403,14 @@ class Engine(state.WholeState):
         self._built().step.scale(gradients.clip_coefficient(norm, max_norm))
         return norm
 
+    @property
+    def attributes_behind(self) -> tuple[str, ...]:
+        """Attributes of the model's modules, no buffers, that its code behind the blocks changes: where the model is
+        cut, only the last stage runs that. Known once the model is cut, the same on all ranks."""
+        trace = self._built().cut.trace
+        buffers = dict(self.model.named_buffers())
+        return () if trace is None else tuple(name for name in trace.behind if name not in buffers)
+
     def flush(self) -> None:
         """Completes the updates of this rank's parameters that `optimizer.step()` has left to the next forward.
 

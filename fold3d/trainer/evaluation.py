@@ -250,14 +250,16 @@ class EvaluatingTrainer(CheckpointingTrainer):
 
     @property
     def _keeps_loss_state(self) -> bool:
-        return self.args.pp > 1 and is_overridden(self, "compute_loss")
+        return self.args.pp > 1 and self._computes_loss_otherwise()
 
     def _share_loss_state(self) -> None:
-        """Takes over what the last stage's `compute_loss` has kept in the trainer; every rank calls."""
-        if not self._keeps_loss_state or not self.engine.is_built:
+        """Takes over what the last stage's loss function, and the model behind its blocks, have kept; every rank
+        calls."""
+        behind = self.engine.attributes_behind if self.args.pp > 1 and self.engine.is_built else ()
+        if not behind and not (self._keeps_loss_state and self.engine.is_built):
             return
-        found, logged = self._loss_state.share(self.engine.world, self.args.ddp_timeout)
-        vars(self).update(found)
+        model = self.engine.model
+        logged = self._loss_state.share(self.engine.world, model, behind, self.args.ddp_timeout)
         now, logs_next = (self.state.global_step, self.state.epoch), self.control.should_log
         for step, epoch, logs in logged:
             self.state.global_step, self.state.epoch = step, epoch

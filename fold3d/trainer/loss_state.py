@@ -1,23 +1,26 @@
-"""LossState: what a user's compute_loss keeps in the trainer, which only the ranks of the last stage find out."""
+"""LossState: what a user's loss function and the model keep of a loss, which only the ranks of the last stage find
+out."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import pickle
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fold3d.comms.world_group import WorldGroup
 from fold3d.stage.users_state import is_state, namespace_of
-from fold3d.trace.state import is_users_object
+from fold3d.trace.state import MOST_COPIED, is_users_object
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +30,12 @@ _Share = tuple[dict[str, Any], list[Logged]]
 
 
 class LossState:
-    """Attributes of a trainer that change while the loss is computed: counts and sums of metrics, for its logs.
+    """Attributes that change while the loss is computed, of a trainer, of the object that its `compute_loss_func` is,
+    and of the model behind its blocks: counts and sums of metrics, for logs. No large tensors of the model's.
 
-    Behind the model's call, `compute_loss` goes on with the last chunk alone. What it changes there, and what it logs,
-    the trainers of the other stages take over before anybody may read it: numbers, text, tensors, arrays, containers of
-    them, and objects of the user's classes.
+    Behind the model's call, a loss function goes on with the last chunk alone. What is changed there, and what it logs,
+    the other stages take over before anybody may read it: numbers, text, tensors, arrays, containers of them, and
+    objects of the user's classes. Containers and objects stay the same ones, which callbacks may hold.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
@@ -43,7 +47,8 @@ class LossState:
     def watch(self) -> Iterator[None]:
         """Remembers what has changed in the body, in which losses are computed."""
         attributes = namespace_of(self._trainer)
-        inside = {name: namespace_of(value) for name, value in attributes.values.items() if is_users_object(value)}
+        held = {name: _holder(value) for name, value in attributes.values.items()}
+        inside = {name: namespace_of(value) for name, value in held.items() if is_users_object(value)}
         before, then = attributes.contents(), {name: one.contents() for name, one in inside.items()}
         yield
         self._changed.update(attributes.contents().changed(before))
@@ -53,28 +58,75 @@ class LossState:
         """The loss function has logged something."""
         self._logged.append((self._trainer.state.global_step, self._trainer.state.epoch, _on_host(logs)))
 
-    def share(self, world: WorldGroup, timeout: float) -> tuple[dict[str, Any], list[Logged]]:
-        """Returns what this rank is to take over: attributes that changed on its replica's last stage since the last
-        call, and what was logged there; every rank calls."""
+    def share(self, world: WorldGroup, model: Module, behind: Sequence[str], timeout: float) -> list[Logged]:
+        """Takes over what has changed on the last stage of this rank's replica since the last call; returns what was
+        logged there. Every rank calls.
+
+        Args:
+            behind: attributes of the model's modules that code behind the blocks changes, by their whole names.
+        """
         attributes = vars(self._trainer)
-        mine = {name: attributes[name] for name in self._changed if is_state(attributes.get(name))}
-        mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
-        for name in [name for name, value in mine.items() if not _can_be_sent(value)]:
+        mine = {name: _holder(attributes.get(name)) for name in self._changed}
+        places = [name.rpartition(".") for name in behind]
+        owners = {"".join(place): model.get_submodule(place[0]) for place in places}
+        of_model = {f"model.{name}": vars(owner).get(name.rpartition(".")[2]) for name, owner in owners.items()}
+        mine |= {name: value for name, value in of_model.items() if _is_small(value)}
+        mine = {name: _without_factories(_on_host(value)) for name, value in mine.items() if is_state(value)}
+        topology = world.topology
+        for name in [name for name, value in mine.items() if topology.has_loss and not _can_be_sent(value)]:
             logger.warning(
-                "compute_loss has changed %s.%s, a %s, which pickle cannot take to the other processes: what they log "
-                "of it is old. Keep it in numbers, tensors or containers of them",
+                "the computation of the loss has changed %s.%s, a %s, which pickle cannot take to the other processes: "
+                "what they log of it is old. Keep it in numbers, tensors or containers of them",
                 type(self._trainer).__name__,
                 name,
                 type(mine.pop(name)).__name__,
             )
         logged, self._logged = self._logged, []
         self._changed.clear()
-        topology = world.topology
         share = (topology.dp_rank, (mine, logged) if topology.has_loss else None)
         found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
-        if topology.has_loss:
-            found = {}
-        return {name: _with_factories(value, attributes.get(name)) for name, value in found.items()}, logged
+        for name, value in () if topology.has_loss else found.items():
+            if name.startswith("model."):
+                _take(vars(owners[name.removeprefix("model.")]), name.rpartition(".")[2], value)
+            elif _holder(attributes.get(name)) is attributes.get(name):
+                _take(attributes, name, value)
+            else:
+                _take_inside(_holder(attributes[name]), value)
+        return logged
+
+
+def _is_small(value: Any) -> bool:
+    return sum(one.numel() for one in tree_leaves(value) if isinstance(one, Tensor)) <= MOST_COPIED
+
+
+def _holder(value: Any) -> Any:
+    """Returns the object of which a value is a method; else the value."""
+    return value.__self__ if isinstance(value, MethodType) else value
+
+
+def _take(attributes: dict[str, Any], name: str, value: Any) -> None:
+    mine = attributes.get(name)
+    value = _with_factories(value, mine)
+    if type(mine) is not type(value) or not _take_inside(mine, value):
+        attributes[name] = value
+
+
+def _take_inside(mine: Any, value: Any) -> bool:
+    """Gives an object, or a container that can change, what another one has; returns whether it could."""
+    if isinstance(mine, (dict, set)):
+        mine.clear()
+        mine.update(value)
+    elif isinstance(mine, (list, deque)):
+        mine.clear()
+        mine.extend(value)
+    elif is_users_object(mine) and isinstance(getattr(mine, "__dict__", None), dict):
+        for name in vars(mine).keys() - vars(value).keys():
+            del vars(mine)[name]
+        for name, one in vars(value).items():
+            _take(vars(mine), name, one)
+    else:
+        return False
+    return True
 
 
 def _by_replica(shares: list[tuple[int, _Share | None]]) -> dict[int, _Share]:

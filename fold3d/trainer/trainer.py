@@ -361,6 +361,9 @@ class Trainer(SearchingTrainer):
                 self.engine.attach(self._plain_optimizer())
         for load in self._to_load:
             load()
+        switch = getattr(self.optimizer, "train", None)
+        if self._to_load and self.is_in_train and callable(switch):
+            switch()  # as the stock loop has told it before the step: it was loaded as it was saved, to evaluate
         self._to_load.clear()
 
     def _trained_later(self) -> set[str]:

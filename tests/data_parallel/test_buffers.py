@@ -100,6 +100,6 @@ def test_a_change_of_another_replica_and_a_step_without_an_answer() -> None:
 
 def test_a_cache_of_another_size_stays_this_replicas() -> None:
     replica, sync = made()
-    replica.first["1.mask"] = torch.zeros(9)
+    replica.first["1.mask"] = torch.Size([9]), torch.float32, torch.zeros(9).view(torch.uint8)
     step(sync)
     assert (replica.model[1].mask == 1).all() and (replica.model[0].running_mean == 7).all()

@@ -14,7 +14,7 @@ import fold3d
 from tests.helpers import device as test_device
 from tests.helpers import models
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SPEED = ("runtime", "per_second", "preparation_time", "total_flos", "_ms", "_gb", "preemptions", "memory", "mfu")
 """Parts of log keys that measure time and memory, or what depends on the layout."""
 

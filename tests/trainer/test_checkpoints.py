@@ -253,6 +253,112 @@ def test_zero1_resumes_what_others_wrote(
     assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
 
 
+class Master(torch.optim.Optimizer):
+    """Keeps weights and moments in fp32, and has `load_state_dict` leave them so, as optimizers of other libraries."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["master"], state["moment"] = parameter.float(), torch.zeros_like(parameter).float()
+                state["moment"].lerp_(parameter.grad.float(), 0.3)
+                state["master"].sub_(state["moment"].sign() * 0.7 + state["moment"], alpha=group["lr"])
+                parameter.copy_(state["master"])
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    self.state[parameter][key] = value.float().clone()
+
+
+class WithMaster(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"optimizers": (Master(named["model"].parameters()), None)}
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(2, {"dp": 2, "dp_sync": "zero1"}), (1, {"offload_optimizer": True})], ids=str
+)
+def test_a_state_that_keeps_its_dtype_goes_on_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path, processes: int, layout: dict[str, Any]
+) -> None:
+    """It was rounded to that of the weights, or met wrappers of fold3d's."""
+    job = Job(str(tmp_path / "whole"), dtype="bfloat16", samples=48, arguments=SAVING, variant=WithMaster())
+    whole = ranks.run(run_fold3d, processes, job, layout)[0]
+    resumed = ranks.run(run_fold3d, processes, continued(job, tmp_path / "on"), layout)[0]
+    assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
+class TwoModes(torch.optim.SGD):
+    """Has other weights to train than to evaluate, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def _move(self, by: float, *, trains: bool) -> None:
+        for group in (one for one in self.param_groups if one["train_mode"] is not trains):
+            group["train_mode"] = trains
+            for parameter in group["params"]:
+                parameter.data.mul_(by)
+
+    def train(self) -> None:
+        self._move(2.0, trains=True)
+
+    def eval(self) -> None:
+        self._move(0.5, trains=False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError("not in train mode")
+        super().step(closure)
+
+
+class WithTwoModes(Variant):
+    def arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return named | {"optimizers": (TwoModes(named["model"].parameters()), None)}
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_an_optimizer_with_two_modes_goes_on(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """It was loaded, in the mode in which it was saved, behind the moment when the stock loop has it train."""
+    arguments = SAVING | {"eval_strategy": "steps", "eval_steps": 3}
+    job = Job(str(tmp_path / "whole"), samples=48, arguments=arguments, variant=WithTwoModes())
+    whole = ranks.run(run_fold3d, 2, job, layout)[0]
+    resumed = ranks.run(run_fold3d, 2, continued(job, tmp_path / "on"), layout)[0]
+    assert_continues(resumed, replace(whole, metrics=resumed.metrics), 1e-10)
+
+
+class Loses(Variant):
+    """The best checkpoint is deleted while training goes on."""
+
+    def trainer(self, base: type[Any]) -> type[Any]:
+        class Trainer(base):  # type: ignore[misc]
+            def _load_best_model(self) -> None:
+                if self.is_world_process_zero():
+                    shutil.rmtree(self.state.best_model_checkpoint)
+                dist.barrier() if dist.is_initialized() else None
+                super()._load_best_model()
+
+        return Trainer
+
+
+def test_a_best_model_that_is_gone_leaves_the_weights(ranks: RankPool, tmp_path: Path) -> None:
+    """As in the stock Trainer: it ended a training that was done."""
+    job = Job(str(tmp_path), arguments=BEST, variant=Loses(), samples=24)
+    assert len(ranks.run(run_fold3d, 2, job, {"pp": 2})) == 2
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("manifest", [True, False])
 def test_cut_short(ranks: RankPool, folded: tuple[Job, Outcome], tmp_path: Path, file: str, manifest: bool) -> None:
