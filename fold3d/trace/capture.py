@@ -181,8 +181,9 @@ def run_forward(
         raise TraceError(
             f"{type(shadow.model).__name__} could not be recorded: {place_of(error)} decides what to compute by a "
             f"value ({error}) that does not follow from the batch alone, but from weights, a buffer, a number "
-            f"drawn at random (such as layerdrop) or an example without values.{tried} Switch that off, pass as "
-            "`example` a batch with values, or set pp=1 and segments=1."
+            f"drawn at random (such as layerdrop) or an example without values.{tried} Switch that off, keep a value "
+            "for a log as a tensor (.detach() instead of .item()), pass as `example` a batch with values, or set pp=1, "
+            "tp=1 and segments=1."
         ) from error
     except Exception as error:
         raise TraceError(

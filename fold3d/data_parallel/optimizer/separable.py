@@ -68,11 +68,11 @@ def _check_separable(
         (name for name, one in vars(optimizer).items() if any(isinstance(o, Optimizer) for o in _each(one))), ""
     )
     if held:
-        where = "offload_optimizer=True" if on_host else "with several replicas, and with gradient_delay=1, DP.sync"
+        where = "offload_optimizer=True" if on_host else "training in several processes, or with gradient_delay=1,"
         raise ConfigError(
             f"{where} steps layers, or parts of them, apart, but {name} has another optimizer do it ({held!r}), which "
             f"steps all: {'set offload_optimizer=False' if on_host else 'use an optimizer that steps by itself'}, or "
-            "train with dp=1"
+            "train in one process"
         )
     state_bytes = 0
     for group in optimizer.param_groups:
