@@ -3,6 +3,7 @@ does whoever else reads or writes one."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +134,14 @@ def _waiting_for(read: Callable[[], None]) -> type[Parameter]:
             with torch._C.DisableTorchFunctionSubclass():
                 if of.__name__ not in _LOOKS:
                     read()
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+            # `Parameter(parameter)` has seen another class than torch's, and wants this one of what it detaches.
+            if of.__name__ == "detach" and sys._getframe(1).f_code is Parameter.__new__.__code__:
+                return torch.Tensor._make_subclass(Parameter, result, False)
+            return result
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            read()
+            return Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]  # of the class that it has by now
 
     return WaitingParameter

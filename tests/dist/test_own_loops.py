@@ -3,6 +3,7 @@ what they do in one process, or is refused by name."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -184,6 +185,29 @@ class Moments:
         return found if isinstance(found, str) else [*found, torch.tensor(self.read)]
 
 
+class Copies:
+    """Makes parameters of the model's, in the ways that look at their class."""
+
+    def __init__(self, *, flushes: bool) -> None:
+        self.flushes = flushes
+        self.made: list[Tensor] = []
+
+    def __call__(self, engine: Engine) -> None:
+        for way in (nn.Parameter, copy.deepcopy, copy.copy):
+            if self.flushes:
+                engine.flush()
+            made = [way(parameter) for parameter in engine.model.parameters()]
+            assert all(type(one) is nn.Parameter for one in made), [type(one) for one in made]
+            self.made += [one.detach().clone() for one in made]
+            engine.run([batches(7)[0]], lambda module, batch: loss_of(module, batch, nullcontext))
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+
+    def run(self, dp_sync: str) -> list[Tensor] | str:
+        found = on_two(dp_sync, sgd, between=self)
+        return found if isinstance(found, str) else self.made
+
+
 def writes_to_views(engine: Engine) -> None:
     """To memory of the weights that it has kept from before."""
     if "kept" not in vars(engine.model):
@@ -218,6 +242,8 @@ def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
         "flushes": lambda: on_two(dp_sync, sgd, between=lambda engine: (engine.flush(), clamps(engine))[1]),
         "average": lambda: Average(flushes=False).run(dp_sync),
         "average of flushed": lambda: Average(flushes=True).run(dp_sync),
+        "copies": lambda: Copies(flushes=False).run(dp_sync),
+        "copies of flushed": lambda: Copies(flushes=True).run(dp_sync),
         "views": lambda: on_two(dp_sync, sgd, between=writes_to_views),
         "another": lambda: on_two(dp_sync, Around),
         "complex": lambda: on_two(dp_sync, sgd, lambda model: model.register_parameter("z", _complex())),
@@ -245,6 +271,7 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=0, atol=1e-12), name
         pairs = [("clamps", "flushes"), ("clamps data", "flushes"), ("average", "average of flushed")]
+        pairs.append(("copies", "copies of flushed"))
         pairs += [("moments", "moments of flushed"), ("autocast", "serial")] if dp_sync == "early" else []
         for name, same in pairs:
             assert isinstance(found[name], list), found[name]
