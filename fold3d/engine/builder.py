@@ -312,8 +312,7 @@ def _chunks(
     once = None
     repeats = len(numbers) > 1 or any(without_graph[number] for number in numbers)
     if repeats or model.strategy.num_chunks > 1:
-        modules, seeds = (cut.trace.modules, cut.trace.draws) if cut.trace else ((), False)
-        once = OncePerMicroBatch(cut.model, modules, repeats=repeats, seeds=seeds)
+        once = OncePerMicroBatch(cut.model, cut.trace.modules if cut.trace else (), repeats=repeats)
     last = model.strategy.num_chunks - 1
     return [
         PipelineChunk(

@@ -14,7 +14,7 @@ from fold3d.comms.consistency import samples_of_values
 from fold3d.errors import SplitError
 from fold3d.stage.loss_run import ModelCall
 from fold3d.stage.micro_batch import MicroBatch, one_number
-from fold3d.stage.replay import ChangedBuffers, OwnBuffers, seeded_libraries
+from fold3d.stage.replay import ChangedBuffers, OwnBuffers
 from fold3d.stage.sharded_chunk import ShardedChunk
 from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues, may_write_unseen
@@ -31,19 +31,16 @@ class OncePerMicroBatch:
     """Around each chunk's run of a micro-batch, where the model is cut or a chunk runs twice.
 
     In a process with several chunks the model's code in front of its blocks runs for each, and all of a chunk that
-    recomputes runs again. What is drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`); where
-    blocks draw, which not every chunk runs, from generators that are seeded for it (`seeded_libraries`). What is
+    recomputes runs again. What is drawn from Python's and numpy's generators is drawn once (`DrawnNumbers`), what is
     changed of buffers and modules' attributes is changed once (`ChangedBuffers`); to change what the model is called
     with is an error. On every process micro-batches begin before the backwards of others: buffers are written to apart
     (`OwnBuffers`), and global variables must not count (`SharedValues`).
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], *, repeats: bool = True, seeds: bool = False) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], *, repeats: bool = True) -> None:
         """Args:
         repeats: whether any code of the model's runs several times in this process.
-        seeds: whether blocks, or code behind them, draw from Python's and numpy's generators.
         """
-        self._seeds = seeds
         unseen = may_write_unseen(model)
         self._buffers = ChangedBuffers(model, blocks, unseen=unseen) if repeats else None
         self._own, self._shared = OwnBuffers(model, unseen=unseen), SharedValues(model, unseen=unseen)
@@ -54,9 +51,8 @@ class OncePerMicroBatch:
         inputs, again = _versions(micro_batch.loss.call), run == "again"
         afterwards = micro_batch.afterwards if micro_batch.loss.is_users and not again else None
         own = self._own.around(chunk, afterwards)
-        seeded = seeded_libraries(micro_batch.key) if self._seeds else contextlib.nullcontext()
         if self._buffers is None:
-            with seeded, own, self._shared.unchanged():
+            with own, self._shared.unchanged():
                 yield
             return
         if again:
@@ -64,8 +60,7 @@ class OncePerMicroBatch:
         else:
             before = micro_batch.before
             buffers = self._buffers.of_chunk(chunk, before, recomputes=run == "first", afterwards=afterwards)
-        drawn = seeded if self._seeds else micro_batch.drawn.once(chunk, again=again)
-        with drawn, buffers, own, self._shared.unchanged():
+        with micro_batch.drawn.once(chunk, again=again), buffers, own, self._shared.unchanged():
             yield
         changed = [name for name, now in _versions(micro_batch.loss.call).items() if now != inputs[name]]
         if changed:

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fold3d import seeding
-from fold3d.device import (
-    LibraryState,
-    library_rng_state,
-    same_library_rng_state,
-    seed_libraries,
-    set_library_rng_state,
-)
+from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
 from fold3d.trace.state import (
     ABSENT,
@@ -591,22 +584,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextlib.contextmanager
-def seeded_libraries(key: tuple[int, int, int] | None) -> Iterator[None]:
-    """Python's and numpy's generators are seeded by `key`, as torch's are, and afterwards as they were before.
-
-    Args:
-        key: (seed, step, global micro-batch); None: they are not seeded.
-    """
-    before = library_rng_state()
-    if key is not None:
-        seed_libraries(seeding.start(key))
-    try:
-        yield
-    finally:
-        set_library_rng_state(before)
 
 
 class DrawnNumbers:

@@ -57,6 +57,7 @@ class Wrap(Enum):
     COMPILED = _FORWARD, "stage", "blocks: run compiled code"
     RECOMPUTED = _FORWARD, "stage", "blocks or modules inside: keep no activations"
     SEED = (_BEFORE,), "stage", "of a whole model, blocks and modules around them: the seed of their dropout"
+    FIRST = (_BEFORE,), "stage", "the first block: what has been drawn so far"
     SEED_AFTER = (_AFTER,), "stage", "the same, behind them"
     ENDS = (_AFTER,), "stage", "the last block: notes what it returned"
     CHUNK = _FORWARD, "stage", "blocks and modules around them: run, or return what the chunk received"
