@@ -41,6 +41,7 @@ class LossState:
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
         self._changed: set[str] = set()
+        self._inside: dict[str, set[str]] = defaultdict(set)  # attributes of objects that are attributes
         self._logged: list[Logged] = []
 
     @contextlib.contextmanager
@@ -52,7 +53,8 @@ class LossState:
         before, then = attributes.contents(), {name: one.contents() for name, one in inside.items()}
         yield
         self._changed.update(attributes.contents().changed(before))
-        self._changed.update(name for name, one in inside.items() if one.contents().changed(then[name]))
+        for name, one in inside.items():
+            self._inside[name] |= one.contents().changed(then[name])
 
     def log(self, logs: dict[str, Any]) -> None:
         """The loss function has logged something."""
@@ -66,12 +68,18 @@ class LossState:
             behind: attributes of the model's modules that code behind the blocks changes, by their whole names.
         """
         attributes = vars(self._trainer)
-        mine = {name: _holder(attributes.get(name)) for name in self._changed}
+        mine = {name: _fields_of(attributes.get(name)) for name in self._changed}
+        for name in [name for name, changed in self._inside.items() if changed and name not in mine]:
+            of = _fields_of(attributes.get(name))
+            if isinstance(of, _Fields):
+                changed = self._inside[name]
+                mine[name] = _Fields(None, {key: value for key, value in of.values.items() if key in changed})
         places = [name.rpartition(".") for name in behind]
         owners = {"".join(place): model.get_submodule(place[0]) for place in places}
         of_model = {f"model.{name}": vars(owner).get(name.rpartition(".")[2]) for name, owner in owners.items()}
         mine |= {name: value for name, value in of_model.items() if _is_small(value)}
-        mine = {name: _without_factories(_on_host(value)) for name, value in mine.items() if is_state(value)}
+        mine = {name: value for name, value in mine.items() if isinstance(value, _Fields) or is_state(value)}
+        mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
         topology = world.topology
         for name in [name for name, value in mine.items() if topology.has_loss and not _can_be_sent(value)]:
             logger.warning(
@@ -79,19 +87,19 @@ class LossState:
                 "what they log of it is old. Keep it in numbers, tensors or containers of them",
                 type(self._trainer).__name__,
                 name,
-                type(mine.pop(name)).__name__,
+                type(attributes.get(name)).__name__,
             )
+            del mine[name]
         logged, self._logged = self._logged, []
         self._changed.clear()
+        self._inside.clear()
         share = (topology.dp_rank, (mine, logged) if topology.has_loss else None)
         found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
         for name, value in () if topology.has_loss else found.items():
             if name.startswith("model."):
                 _take(vars(owners[name.removeprefix("model.")]), name.rpartition(".")[2], value)
-            elif _holder(attributes.get(name)) is attributes.get(name):
-                _take(attributes, name, value)
             else:
-                _take_inside(_holder(attributes[name]), value)
+                _take(attributes, name, value)
         return logged
 
 
@@ -104,29 +112,43 @@ def _holder(value: Any) -> Any:
     return value.__self__ if isinstance(value, MethodType) else value
 
 
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Of an object of a class of the user's: what can be told, which its models and generators cannot."""
+
+    kind: type | None
+    """Its class, where it may not be there yet."""
+    values: dict[str, Any]
+
+
+def _fields_of(value: Any) -> Any:
+    held = _holder(value)
+    if not is_users_object(held) or not isinstance(getattr(held, "__dict__", None), dict):
+        return value
+    told = {name: one for name, one in vars(held).items() if is_state(one) and not isinstance(one, Module)}
+    return _Fields(None if held is not value else type(held), told)
+
+
 def _take(attributes: dict[str, Any], name: str, value: Any) -> None:
-    mine = attributes.get(name)
+    """Gives an attribute what another process has; containers and objects stay the same ones."""
+    mine = _holder(attributes.get(name))
+    if isinstance(value, _Fields):
+        if not is_users_object(mine):
+            if value.kind is None:
+                return
+            mine = attributes[name] = object.__new__(value.kind)
+        for key, one in value.values.items():
+            _take(vars(mine), key, one)
+        return
     value = _with_factories(value, mine)
-    if type(mine) is not type(value) or not _take_inside(mine, value):
+    if type(mine) is not type(value) or not isinstance(mine, (dict, set, list, deque)):
         attributes[name] = value
-
-
-def _take_inside(mine: Any, value: Any) -> bool:
-    """Gives an object, or a container that can change, what another one has; returns whether it could."""
+        return
+    mine.clear()
     if isinstance(mine, (dict, set)):
-        mine.clear()
         mine.update(value)
-    elif isinstance(mine, (list, deque)):
-        mine.clear()
-        mine.extend(value)
-    elif is_users_object(mine) and isinstance(getattr(mine, "__dict__", None), dict):
-        for name in vars(mine).keys() - vars(value).keys():
-            del vars(mine)[name]
-        for name, one in vars(value).items():
-            _take(vars(mine), name, one)
     else:
-        return False
-    return True
+        mine.extend(value)
 
 
 def _by_replica(shares: list[tuple[int, _Share | None]]) -> dict[int, _Share]:
@@ -134,6 +156,8 @@ def _by_replica(shares: list[tuple[int, _Share | None]]) -> dict[int, _Share]:
 
 
 def _on_host(value: Any) -> Any:
+    if isinstance(value, _Fields):
+        return _Fields(value.kind, {name: _on_host(one) for name, one in value.values.items()})
     found: Any = tree_map_only(Tensor, lambda tensor: torch.clone(tensor.detach()).cpu(), value)
     return found
 
@@ -147,6 +171,9 @@ class _Entries:
 
 
 def _without_factories(value: Any) -> Any:
+    if isinstance(value, _Fields):
+        return _Fields(value.kind, {name: _without_factories(one) for name, one in value.values.items()})
+
     def entries(leaf: Any) -> Any:
         if not isinstance(leaf, defaultdict):
             return leaf
