@@ -405,8 +405,9 @@ class Engine(state.WholeState):
 
     @property
     def attributes_behind(self) -> tuple[str, ...]:
-        """Attributes of the model's modules, no buffers, that its code behind the blocks changes: where the model is
-        cut, only the last stage runs that. Known once the model is cut, the same on all ranks."""
+        """Attributes of the model's modules, no buffers, and of objects that these hold, that its code behind the
+        blocks changes: where the model is cut, only the last stage runs that. Known once the model is cut, the same on
+        all ranks."""
         trace = self._built().cut.trace
         buffers = dict(self.model.named_buffers())
         return () if trace is None else tuple(name for name in trace.behind if name not in buffers)

@@ -65,7 +65,8 @@ class LossState:
         logged there. Every rank calls.
 
         Args:
-            behind: attributes of the model's modules that code behind the blocks changes, by their whole names.
+            behind: attributes of the model's modules, and of objects that these hold, that code behind the blocks
+                changes, by their whole names.
         """
         attributes = vars(self._trainer)
         mine = {name: _fields_of(attributes.get(name)) for name in self._changed}
@@ -74,10 +75,9 @@ class LossState:
             if isinstance(of, _Fields):
                 changed = self._inside[name]
                 mine[name] = _Fields(None, {key: value for key, value in of.values.items() if key in changed})
-        places = [name.rpartition(".") for name in behind]
-        owners = {"".join(place): model.get_submodule(place[0]) for place in places}
-        of_model = {f"model.{name}": vars(owner).get(name.rpartition(".")[2]) for name, owner in owners.items()}
-        mine |= {name: value for name, value in of_model.items() if _is_small(value)}
+        owners = {name: _attributes_at(model, name.rpartition(".")[0]) for name in behind}
+        of_model = {f"model.{name}": owner.get(name.rpartition(".")[2]) for name, owner in owners.items()}
+        mine |= {name: _fields_of(value) for name, value in of_model.items() if _is_small(value)}
         mine = {name: value for name, value in mine.items() if isinstance(value, _Fields) or is_state(value)}
         mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
         topology = world.topology
@@ -97,10 +97,19 @@ class LossState:
         found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
         for name, value in () if topology.has_loss else found.items():
             if name.startswith("model."):
-                _take(vars(owners[name.removeprefix("model.")]), name.rpartition(".")[2], value)
+                _take(owners[name.removeprefix("model.")], name.rpartition(".")[2], value)
             else:
                 _take(attributes, name, value)
         return logged
+
+
+def _attributes_at(model: Module, path: str) -> dict[str, Any]:
+    """Returns the attributes of a module, or of an object that one holds (`config`); none where it is not there."""
+    owner: Any = model
+    for name in path.split(".") if path else ():
+        owner = getattr(owner, name, None)
+    found = getattr(owner, "__dict__", None)
+    return found if isinstance(found, dict) else {}
 
 
 def _is_small(value: Any) -> bool:

@@ -72,6 +72,7 @@ class OfModel(Variant):
                 out = super().forward(*args, **options)
                 self.seen = {"loss": out["loss"].detach(), "rows": out["logits"].shape[0]}
                 self.count = getattr(self, "count", 0) + 1
+                self.config.problem_type = f"call {self.count}"
                 return out
 
         named["model"].__class__ = Keeping
@@ -84,6 +85,7 @@ class OfModel(Variant):
                 if "loss" in logs:
                     seen = self.model.seen
                     logs.update(seen=float(seen["loss"]), rows=seen["rows"], count=self.model.count)
+                    logs["of config"] = int(self.model.config.problem_type.split()[1])
                 super().log(logs, *args)
 
         return Trainer
