@@ -262,7 +262,7 @@ class DpSync(GradientSync):
             self._late.keep(settings if keeps else None, self._early)
         self._states.on(Event.TAKE)
         self._coefficient = 1.0
-        if self._plan.serial or is_shown:
+        if self._plan.serial or is_shown or self._readiness.waits_unseen:
             self.flush()
 
     def _taken_with(self, settings: Settings) -> Settings | None:
@@ -323,11 +323,6 @@ class DpSync(GradientSync):
             logger.warning("the weights of the last step are incomplete: %s", error)
 
     steps_by_itself = True
-
-    @property
-    def waits_unseen(self) -> bool:
-        """See `GradientSync`."""
-        return self._readiness.waits_unseen
 
     def attach(self, optimizer: Optimizer, *, parts: bool) -> None:
         """Steps `optimizer` bucket by bucket from now on.

@@ -68,11 +68,6 @@ class GradientSync:
     def flush(self) -> None:
         """Brings all parameters of this rank up to date; meets nobody."""
 
-    @property
-    def waits_unseen(self) -> bool:
-        """Whether parameters that wait for an update cannot tell that somebody reads them."""
-        return False
-
     def finish(self) -> None:
         """Waits for what is under way."""
 

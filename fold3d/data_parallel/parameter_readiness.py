@@ -30,7 +30,7 @@ class ParameterReadiness:
     """Which buckets are not up to date, and what must not run before they are.
 
     Attributes:
-        waits_unseen: whether any parameter that has waited cannot tell that somebody reads it.
+        waits_unseen: whether any parameter that is to wait cannot tell that somebody reads it: then none may.
 
     While a parameter waits for its update, its class is one that is told of all that torch is asked to do with it.
     Whatever reads or writes its values, such as an average of weights or a clamp in a loop of the user's, finds those
@@ -73,7 +73,7 @@ class ParameterReadiness:
         """The bucket is about to change: nobody may read it before it is open again."""
         self._closed[bucket.number] = bucket
         for parameter in bucket.parameters:
-            if type(parameter) is Parameter:  # a class of another library's may be told of such things itself
+            if type(parameter) is Parameter:  # another class may be told of such things itself
                 parameter.__class__ = self._waiting
             else:
                 self.waits_unseen = True

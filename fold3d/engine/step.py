@@ -127,7 +127,7 @@ class Step:
                 )
             schedule = schedule_of(len(micro_batches))
             # 4. All weights, where the loss function may read memory of theirs that nobody sees read.
-            if reads_weights or self.sync.waits_unseen:
+            if reads_weights:
                 self.sync.flush()
             if self.flow is not None and self.flow.takes(len(micro_batches)):
                 if reads_gradients:

@@ -160,8 +160,8 @@ class Average:
         with torch.no_grad():
             torch._foreach_lerp_(self.values, self.held, 0.5)
 
-    def run(self, dp_sync: str) -> list[Tensor] | str:
-        found = on_two(dp_sync, sgd, between=self)
+    def run(self, dp_sync: str, prepare: Callable[[nn.Module], Any] = lambda model: None) -> list[Tensor] | str:
+        found = on_two(dp_sync, sgd, prepare, between=self)
         return found if isinstance(found, str) else self.values
 
 
@@ -183,6 +183,14 @@ class Moments:
     def run(self, dp_sync: str) -> list[Tensor] | str:
         found = on_two(dp_sync, sgd, between=self)
         return found if isinstance(found, str) else [*found, torch.tensor(self.read)]
+
+
+class Other(nn.Parameter):
+    """A class of somebody else's."""
+
+
+def has_another_class(model: nn.Module) -> None:
+    model.layers[1].weight = Other(model.layers[1].weight.detach().clone())
 
 
 class Copies:
@@ -242,6 +250,7 @@ def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
         "flushes": lambda: on_two(dp_sync, sgd, between=lambda engine: (engine.flush(), clamps(engine))[1]),
         "average": lambda: Average(flushes=False).run(dp_sync),
         "average of flushed": lambda: Average(flushes=True).run(dp_sync),
+        "average of others": lambda: Average(flushes=False).run(dp_sync, has_another_class),
         "copies": lambda: Copies(flushes=False).run(dp_sync),
         "copies of flushed": lambda: Copies(flushes=True).run(dp_sync),
         "views": lambda: on_two(dp_sync, sgd, between=writes_to_views),
@@ -271,7 +280,7 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
             for mine, its in zip(got, expected, strict=True):
                 assert torch.allclose(mine, its, rtol=0, atol=1e-12), name
         pairs = [("clamps", "flushes"), ("clamps data", "flushes"), ("average", "average of flushed")]
-        pairs.append(("copies", "copies of flushed"))
+        pairs += [("copies", "copies of flushed"), ("average of others", "average of flushed")]
         pairs += [("moments", "moments of flushed"), ("autocast", "serial")] if dp_sync == "early" else []
         for name, same in pairs:
             assert isinstance(found[name], list), found[name]
