@@ -31,7 +31,13 @@ def local_address() -> str:
     """
     interface, master = socket_interface(), os.environ.get("MASTER_ADDR")
     if interface:
-        return address_of(interface)
+        try:
+            return address_of(interface)
+        except OSError as error:
+            raise ConfigError(
+                f"the network interface {interface} has no IPv4 address ({error.strerror}), over which processes "
+                "connect: set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to one that has"
+            ) from None
     if not master:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -46,16 +52,10 @@ def local_address() -> str:
 
 
 def address_of(interface: str) -> str:
-    """Returns the IPv4 address of a network interface. Raises: ConfigError where it has none."""
+    """Returns the IPv4 address of a network interface. Raises: OSError where it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError as error:
-            raise ConfigError(
-                f"the network interface {interface} has no IPv4 address ({error.strerror}), over which processes "
-                "connect: set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to one that has"
-            ) from None
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def host_identity() -> str:

@@ -80,10 +80,9 @@ class BufferSync:
         with torch.no_grad():
             for name, buffer in mine.items():
                 shape, dtype, bits = first.get(name, (None, None, None))
-                # One of another shape is a cache that grows with this replica's own inputs.
-                if (shape, dtype) != (buffer.shape, buffer.dtype) or bits is None:
-                    continue
-                if not buffer.is_inference():  # that one nobody can have written to
+                # One of another shape is a cache that grows with this replica's own inputs; one that was made in
+                # inference mode nobody can have written to.
+                if bits is not None and (shape, dtype) == (buffer.shape, buffer.dtype) and not buffer.is_inference():
                     buffer.copy_(bits.view(dtype).view(shape))
 
 

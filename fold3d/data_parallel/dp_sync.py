@@ -352,7 +352,7 @@ class DpSync(GradientSync):
             on_host=self._on_host,
             kernel=self._kernels,
             feeds_back=self._feeds_back,
-            looked=self._looked,
+            looked=self._touched,
         )
         self._states.on(Event.ATTACH)
 
@@ -409,9 +409,9 @@ class DpSync(GradientSync):
                 for name, parameter in self._cut.parameters.items()
                 if parameter.requires_grad and parameter.numel() and id(parameter) not in self._summed
             ]
-        for name in new:
+        if new:
             raise ConfigError(
-                f"{name} was frozen when the engine was built and is trained now: its gradients would not be "
+                f"{new[0]} was frozen when the engine was built and is trained now: its gradients would not be "
                 "summed over the replicas. Let it be trainable in the first step (it may be frozen later), give it "
                 "to the Trainer's optimizer before that, or go on with a new Engine or Trainer after unfreezing"
             )
@@ -470,13 +470,10 @@ class DpSync(GradientSync):
             bucket.take_back()
         self._tied.share_first()
 
-    def _looked(self) -> None:
-        """Somebody looks into the optimizer's state."""
-        if self._readiness.is_waiting:
-            self._touched()
-
     def _touched(self) -> None:
-        """Somebody reads or writes weights that wait for their update."""
+        """Somebody reads or writes weights, or looks into the optimizer's state."""
+        if not self._readiness.is_waiting:
+            return
         if self._states.state is State.ACCUMULATING:  # in a forward; other transfers may be under way
             self.flush()
         else:

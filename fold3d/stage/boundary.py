@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fold3d import seeding
 from fold3d._C import ForwardCursor
+from fold3d.device import LibraryState, library_rng_state
 from fold3d.errors import SplitError
 from fold3d.tensor_parallel.whole_results import plain_parts
 from fold3d.torch_private import saving_hook
@@ -304,6 +305,9 @@ class ChunkRun(ForwardCursor):
         self.alike_from, self.alike, self.earlier = borders.alike(lo, self.cargo, fill=fill)
         self.skip_from(self.alike_from)
         self.leaving: list[Tensor] | None = None
+        self.drawn_in_front: LibraryState | None = (
+            None  # Python's and numpy's generators, as the first block found them
+        )
         self.block: BlockRun | None = None
         self._calls: dict[str, int] = {}
         self.outer_checkpoint = saving_hook()
@@ -313,6 +317,12 @@ class ChunkRun(ForwardCursor):
         """Returns how often the module was called before by the model's forward, and counts this call."""
         call = self._calls[module] = self._calls.get(module, -1) + 1
         return call
+
+    def note_drawn(self) -> None:
+        """The first block begins, on every chunk: what Python's and numpy's generators have drawn so far is the same
+        on all."""
+        if self.drawn_in_front is None:
+            self.drawn_in_front = library_rng_state()
 
     def begin_block(self, block: BlockRun) -> None:
         """A block of the chunk begins."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
 from fold3d._C import CurrentForward, next_seed, reseed, seed_inside
-from fold3d.device import LibraryState, device_of, library_rng_state, seed_libraries, set_library_rng_state
+from fold3d.device import device_of, seed_libraries, set_library_rng_state
 from fold3d.errors import MissingWeightsError, SplitError, TraceError
 from fold3d.stage.boundary import Borders, ChunkExit, ChunkRun, hooked_modules
 from fold3d.stage.call_guard import CallGuard
@@ -106,7 +106,6 @@ class SplitModel:
         self._between = StateBetween(model, trace.blocks)
         self._last_run: ChunkRun | None = None
         self._is_busy = False
-        self._drawn_in_front: LibraryState | None = None
         self._install_all()
 
     def run(
@@ -250,9 +249,8 @@ class SplitModel:
                         f"a training batch. The forward must run the blocks {_AS_RECORDED}"
                     ) from error
                 finally:
-                    if self._drawn_in_front is not None:  # what chunks draw behind that, not all of them do
-                        set_library_rng_state(self._drawn_in_front)
-                        self._drawn_in_front = None
+                    if run.drawn_in_front is not None:  # what chunks draw behind that, not all of them do
+                        set_library_rng_state(run.drawn_in_front)
                     self._slot.end()  # first: blocks that are skipped without a run would be so silently
                     self._run = None
                     self._foreign.end()
@@ -366,10 +364,8 @@ class SplitModel:
             self._coat.put(Wrap.FIRST, self._model.get_submodule(self._trace.blocks[0]), self._note_drawn)
 
     def _note_drawn(self, *_: Any) -> None:
-        """The first block begins, on every chunk: what Python's and numpy's generators have drawn so far is the same
-        on all."""
-        if self._run is not None and self._drawn_in_front is None:
-            self._drawn_in_front = library_rng_state()
+        if self._run is not None:
+            self._run.note_drawn()
 
     def _borders_in(self, found: Trace) -> Borders:
         """Returns what crosses borders where the model is called in a form of which `found` is the recording."""

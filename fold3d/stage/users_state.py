@@ -938,6 +938,9 @@ _KINDS: tuple[tuple[type, Callable[[Any], _Generator]], ...] = (
 )
 
 
+_MOST_GENERATORS = 32
+
+
 class DrawnBehind:
     """What loss functions have drawn behind the calls of a model that is cut, where only a process with the last chunk
     draws, and others may have begun meanwhile. A generator goes on there as in one process: where it was when the
@@ -951,6 +954,13 @@ class DrawnBehind:
         self.alone = alone
         self.last: dict[int, _Drawn] = {}
         """By number of the generator."""
+
+    def note(self, of: object, rested: Any, reached: Any, is_left: bool) -> None:
+        """This generator was drawn from; of many, such as one in each step, the last ones are known."""
+        self.last.pop(id(of), None)
+        self.last[id(of)] = _Drawn(of, rested, reached, is_left)
+        if len(self.last) > _MOST_GENERATORS:
+            del self.last[next(iter(self.last))]
 
 
 class _Drawn(NamedTuple):
@@ -1000,7 +1010,7 @@ class _Draws:
                     "generators (random.Random(1), numpy.random.default_rng(1), torch.Generator()), or set pp=1 and "
                     "segments=1, where nothing is cut"
                 )
-            self._drawn.last[id(generator.of)] = _Drawn(generator.of, self._rested, reached, self._goes_on)
+            self._drawn.note(generator.of, self._rested, reached, self._goes_on)
         if not self._goes_on and not generator.same(reached, self._now):
             generator.set(self._now)
 

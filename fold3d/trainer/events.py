@@ -75,12 +75,12 @@ class EventHandler(CallbackHandler):
             self.before_update()
             self.engine.finish_updates(args.max_grad_norm if (args.max_grad_norm or 0.0) > 0.0 else None)
             self.engine.flush()
-        is_heard = any(implements(callback, event) for callback in self.callbacks)
-        if is_heard:
+        before = []
+        if any(implements(callback, event) for callback in self.callbacks):
             self.wait()
-        if is_heard and event == "on_substep_end":
-            self.engine.flush()  # so that no update of theirs changes weights meanwhile
-        before = self._weights() if is_heard and event == "on_substep_end" else []
+            if event == "on_substep_end":
+                self.engine.flush()  # so that no update of theirs changes weights meanwhile
+                before = self._weights()
         control = super().call_event(event, args, state, control, **named)  # type: ignore[no-untyped-call]
         if before != (self._weights() if before else []):
             names = {type(c).__name__ for c in self.callbacks if implements(c, event)}

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -68,39 +68,45 @@ class LossState:
             behind: attributes of the model's modules, and of objects that these hold, that code behind the blocks
                 changes, by their whole names.
         """
-        attributes = vars(self._trainer)
+        topology, attributes = world.topology, vars(self._trainer)
+        places = {_OF_MODEL + name: (_attributes_at(model, name.rpartition(".")[0]), name) for name in behind}
+        told = self._told(attributes, places) if topology.has_loss else {}
+        logged, self._logged = self._logged, []
+        self._changed.clear()
+        self._inside.clear()
+        share = (topology.dp_rank, (told, logged) if topology.has_loss else None)
+        found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
+        for name, value in () if topology.has_loss else found.items():
+            at, whole = places.get(name, (attributes, name))
+            _take(at, whole.rpartition(".")[2], value)
+        return logged
+
+    def _told(self, attributes: dict[str, Any], places: Mapping[str, tuple[dict[str, Any], str]]) -> dict[str, Any]:
+        """Returns what the other stages take over, of the trainer's attributes and of the model's at `places`."""
         mine = {name: _fields_of(attributes.get(name)) for name in self._changed}
         for name in [name for name, changed in self._inside.items() if changed and name not in mine]:
             of = _fields_of(attributes.get(name))
             if isinstance(of, _Fields):
                 changed = self._inside[name]
                 mine[name] = _Fields(None, {key: value for key, value in of.values.items() if key in changed})
-        owners = {name: _attributes_at(model, name.rpartition(".")[0]) for name in behind}
-        of_model = {f"model.{name}": owner.get(name.rpartition(".")[2]) for name, owner in owners.items()}
+        of_model = {name: at.get(whole.rpartition(".")[2]) for name, (at, whole) in places.items()}
         mine |= {name: _fields_of(value) for name, value in of_model.items() if _is_small(value)}
         mine = {name: value for name, value in mine.items() if isinstance(value, _Fields) or is_state(value)}
         mine = {name: _without_factories(_on_host(value)) for name, value in mine.items()}
-        topology = world.topology
-        for name in [name for name, value in mine.items() if topology.has_loss and not _can_be_sent(value)]:
+        for name in [name for name, value in mine.items() if not _can_be_sent(value)]:
             logger.warning(
                 "the computation of the loss has changed %s.%s, a %s, which pickle cannot take to the other processes: "
                 "what they log of it is old. Keep it in numbers, tensors or containers of them",
                 type(self._trainer).__name__,
                 name,
-                type(attributes.get(name)).__name__,
+                type(of_model.get(name, attributes.get(name))).__name__,
             )
             del mine[name]
-        logged, self._logged = self._logged, []
-        self._changed.clear()
-        self._inside.clear()
-        share = (topology.dp_rank, (mine, logged) if topology.has_loss else None)
-        found, logged = world.decide(share, _by_replica, timeout=timeout)[topology.dp_rank]
-        for name, value in () if topology.has_loss else found.items():
-            if name.startswith("model."):
-                _take(owners[name.removeprefix("model.")], name.rpartition(".")[2], value)
-            else:
-                _take(attributes, name, value)
-        return logged
+        return mine
+
+
+_OF_MODEL = "model."
+"""In front of the names of the model's attributes."""
 
 
 def _attributes_at(model: Module, path: str) -> dict[str, Any]:

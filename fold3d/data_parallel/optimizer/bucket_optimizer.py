@@ -262,7 +262,8 @@ class BucketOptimizer:
         """Loads the state of each piece of which `read` returns any, as the optimizer would. For pieces that this one
         steps alone."""
         self.twin.state.clear()
-        groups = [{**group, "params": list(map(self._number_of, group["params"]))} for group in self.twin.param_groups]
+        numbers = {id(tensor): number for number, (_, tensor) in enumerate(self.tensors)}
+        groups = [{**one, "params": [numbers[id(p)] for p in one["params"]]} for one in self.twin.param_groups]
         with self.memory():
             found = {number: read(piece) for number, (piece, _) in enumerate(self.tensors)}
             state = {number: values for number, values in found.items() if values is not None}
@@ -286,9 +287,6 @@ class BucketOptimizer:
                 }
             for tensor, values in loaded.items():
                 self.twin.state[tensor] = {key: self.own(value) for key, value in values.items()}
-
-    def _number_of(self, stepped: Tensor) -> int:
-        return next(number for number, (_, tensor) in enumerate(self.tensors) if tensor is stepped)
 
     def _take_state(self) -> None:
         if self._sharded:
