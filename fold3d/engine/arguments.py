@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -116,13 +115,6 @@ def refuse_wrapped(model: Module) -> None:
 def refuse_two_in_one(model: Module) -> None:
     """Raises ConfigError for a parameter in the memory of another one, of a buffer, or of a tensor that a module keeps:
     put elsewhere, or stepped in parts, they would be two."""
-    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and counts[id(getattr(module, "weight", None))] > 1:
-            raise ConfigError(
-                f"{name} has max_norm={module.max_norm}, so its forward writes to its weight, which is tied to another "
-                "module's: that one may be in another process, or run before. Set max_norm=None, or untie them"
-            )
     weights = set(map(id, model.parameters()))
     places: dict[int, tuple[int, int, str, bool]] = {}  # by tensor: its first byte, the first one behind it, its name
     for prefix, module in model.named_modules():

@@ -8,11 +8,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d._C import NumberSet
 from fold3d.sharding.shard import Shard
@@ -155,7 +156,9 @@ _DECIDING = frozenset(
     for name in (
         *("gt", "lt", "ge", "le", "eq", "ne", "isinf", "isnan", "isfinite", "sign", "sgn", "heaviside", "nan_to_num"),
         *("renorm", "round", "floor", "ceil", "bucketize", "searchsorted", "nonzero", "argmax", "argmin", "argsort"),
-        *("sort", "topk", "kthvalue", "median", "quantile"),
+        *("sort", "topk", "kthvalue", "median", "quantile", "fmax", "fmin", "nansum", "any", "all"),
+        *("logical_and", "logical_not", "logical_or", "logical_xor"),
+        *("item", "_local_scalar_dense", "is_nonzero"),
     )
 )
 """Operators that decide by values. By NaN nobody sees what their results depend on; and a limit that small numbers
@@ -167,7 +170,8 @@ def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False
 
     All ranks run on this process (`EmulatedGroup`), in double precision, with random weights, large ones of low rank
     (`Factors`); results, and the gradients of every parameter and every argument, are compared with the whole block's.
-    A block that decides by values is compared once more, with larger and uneven weights.
+    A block that decides by values is compared once more, with larger and uneven weights: by what ranks decide must be
+    what the whole block decides by, or another part of it on each.
 
     Args:
         training: run it as in training, but for what it draws, and compare what becomes of its buffers, too.
@@ -232,6 +236,46 @@ def _prove(
     return wrong, proof.summed
 
 
+class _Decisions(TorchDispatchMode):
+    """By what a run decides: what operators are given that tell numbers from numbers, of one rank or the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given: dict[tuple[str, torch.Size], list[Tensor]] = {}
+
+    def watch(self, block: nn.Module) -> Self:
+        """Is entered while the block runs; only the last run counts."""
+        self._given.clear()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **kwargs or {})
+        name = f"aten::{func.overloadpacket.__name__}"
+        if name in _DECIDING or not any(
+            one.is_floating_point() for one in tree_leaves(made) if isinstance(one, Tensor)
+        ):
+            for one in args:
+                if isinstance(one, Tensor) and one.is_floating_point():
+                    self._given.setdefault((name, one.shape), []).append(one.detach().clone())
+        return made
+
+    def differ_from(self, rank: _Decisions) -> str:
+        """Returns by what a rank decides and the whole does not, though it is as large; "" where there is nothing. What
+        is smaller is the rank's part."""
+        for (name, shape), given in rank._given.items():
+            whole = self._given.get((name, shape))
+            if whole and any(all(_others(mine, one) for one in whole) for mine in given):
+                return f"each rank decides by something else ({name} of {list(shape)})"
+        return ""
+
+
+def _others(found: Tensor, expected: Tensor) -> bool:
+    finite = expected.isfinite()
+    return bool((found.isfinite() != finite).any()) or differ(found[finite], expected[finite], tolerance=_ROUGH)
+
+
 class _Proof:
     def __init__(
         self,
@@ -266,8 +310,9 @@ class _Proof:
             return ""
 
     def _run(self) -> str:
-        runs = self._runs
-        output = runs.whole(watch=self._watched)
+        runs, of_whole = self._runs, _Decisions()
+        of_ranks = [_Decisions() for _ in range(self._tp)]
+        output = runs.whole(watch=self._watched if self._is_first else of_whole.watch)
         if self._others:  # nobody sums their gradients
             return "it computes with weights of modules that are not registered in it"
         draw = torch.Generator().manual_seed(7)
@@ -282,9 +327,11 @@ class _Proof:
             with runs.modes():
                 _loss(output, weights).backward()  # type: ignore[no-untyped-call]
         try:
-            outputs = runs.ranks(self._split, sequence=self._sequence, operators=self.used.operators)
             if not self._is_first:  # gradients of large numbers cancel; who decides otherwise returns something else
-                return next(self._wrong_results(output, outputs, weights), "")
+                outputs = runs.ranks(self._split, watches=[one.watch for one in of_ranks], sequence=self._sequence)
+                by_parts = map(of_whole.differ_from, of_ranks)
+                return next((one for one in (*self._wrong_results(output, outputs, weights), *by_parts) if one), "")
+            outputs = runs.ranks(self._split, sequence=self._sequence, operators=self.used.operators)
             with runs.modes():
                 torch.stack([_loss(out, weights) for out in outputs]).sum().backward()  # type: ignore[no-untyped-call]
         except Exception as error:

@@ -130,6 +130,16 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return found
 
 
+@dataclass(slots=True)
+class _Weight:
+    """A parameter of one forward: where it is read first and last, and the module that writes to it, if one does."""
+
+    first: int
+    last: int = 0
+    written_by: str | None = None
+    """"": the model's own code."""
+
+
 _aten = torch.ops.aten
 
 
@@ -195,6 +205,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regions: list[RegionRecord] = [RegionRecord()]
         self.reads: dict[Token, tuple[int, str]] = {}
         self._names: dict[int, list[str]] = {}
+        self._weights: dict[int, _Weight] = {}
         self._tokens: dict[int, frozenset[Token]] = {}
         self._computed: dict[int, int] = {}  # in which regions the model's own code has made memory
         self._last: dict[int, int] = {}  # in which regions memory was made or written last
@@ -332,6 +343,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs.append(output)
         self._block = self._made = None
         self._state.note()
+        for argument, tensor in self._between.put():
+            self.note_kept(f"'{argument}', with which '{name}' is called", tensor)
         here = len(self.order) - 1
         self._going_on += [(first, here, what) for what, first in self._between.leave(here)]
         self.regions.append(RegionRecord())
@@ -405,6 +418,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by = None if self._made is None else self._made.value
         for key in written:
             self._writes.written(key, self._region(), by)
+            if key in self._names:
+                self._weight(key).written_by = "" if by is None else by.module
         self._last.update(dict.fromkeys((*map(self._key, made), *written), self._region()))
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
@@ -431,6 +446,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names = self._names.get(key)
             if names is not None:
                 self._read_parameter(names, self.regions[-1])
+                self._weight(key)
             # A parameter may have been returned by its module.
             found |= self._tokens.get(key, _NO_TOKENS) if carries else self._read_tokens(key, reader)
         return found
@@ -476,6 +492,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region.parameters.add(names[0])
         region.direct.add(names[0])
 
+    def _weight(self, key: int) -> _Weight:
+        """Returns what is known of a parameter, which is read here, or written to."""
+        here = self._region()
+        found = self._weights.setdefault(key, _Weight(here))
+        found.last = here
+        return found
+
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.regions[-1].count(flops_of(packet, args, kwargs, result), in_block=self._block is not None)
 
@@ -515,6 +538,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for first, last, what in self._going_on:
             for border in range(first + 1, last + 1):
                 reasons[border] = reasons[border] or SHARED_STATE.format(self.order[first], self.order[last], what)
+        for key, weight in self._weights.items():
+            name, writer = self._names[key][0], weight.written_by
+            if writer:
+                for border in range(weight.first + 1, weight.last + 1):
+                    reasons[border] = reasons[border] or (
+                        f"the forward of '{writer}' writes to the weight '{name}', which is read before and after it: "
+                        "a process without that module would not have what it has written"
+                    )
+            elif writer is not None:
+                again = f"its forward writes to the weight '{name}' between its modules, which every chunk would do"
+                reasons[1:] = [reason or again for reason in reasons[1:]]
         for token, (last, reader) in self._in_order():
             why = self._why_not(token, last)
             if why:

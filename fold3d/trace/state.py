@@ -417,6 +417,9 @@ class StateBetween:
         self._shared = [(one, name) for count, one, name in found.values() if count > 1]
         self._given: dict[int, tuple[Any, str]] = {}
         """What blocks of this forward are called with, by the number of the object."""
+        self._called_with: set[int] = set()
+        self._held: set[int] = set()
+        """Of the block that runs: what it is called with, and tensors that were in any argument before."""
         self._then: dict[tuple[int, str], Any] = {}
         self._by: dict[tuple[int, str], Any] = {}
         """Of what has changed in this forward: the block that did it first."""
@@ -431,27 +434,40 @@ class StateBetween:
         self._given.clear()
 
     def given(self, arguments: Mapping[str, Any]) -> None:
-        """The block that runs next is called with these."""
+        """The block that runs is called with these."""
         for name, one in arguments.items():
             if id(one) not in self._given and (type(one) in _COUNT or is_users_object(one)):
                 self._given[id(one)] = one, name
                 self._then[id(one), ""] = _counts(one)
+        self._called_with = {id(one) for one in arguments.values()}
+        self._held = {id(tensor) for _, tensor in self._tensors()}
+
+    def put(self) -> list[tuple[str, Tensor]]:
+        """Returns tensors that the block has put into what it was called with, each with the argument's name."""
+        return [(name, tensor) for name, tensor in self._tensors() if id(tensor) not in self._held]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for one, name in self._given.values() for tensor in tensors_in(one))
 
     def enter(self) -> None:
         """A block runs next."""
         self._then = self._now()
 
     def leave(self, block: Any) -> list[tuple[str, Any]]:
-        """The block, as its name or its number, has run. Returns attributes that it has changed, with the block that
-        has changed them before."""
+        """The block, as its name or its number, has run. Returns attributes that it has changed, and arguments that it
+        was called with, each with the block that has changed it before."""
         found: list[tuple[str, Any]] = []
         now = self._now()
         for key, value in now.items():
-            if key in self._then and not same(value, self._then[key]):
+            if key not in self._then:
+                continue
+            changed = not same(value, self._then[key])
+            if changed or (not key[1] and key[0] in self._called_with):
                 if key in self._by:
                     one, name = self._given[key[0]] if not key[1] else self._shared[key[0]]
                     found.append((name or f"{type(one).__name__}.{key[1]}", self._by[key]))
-                self._by.setdefault(key, block)
+                if changed:
+                    self._by.setdefault(key, block)
         self._then = now  # parts of a micro-batch take turns in a block: the other one has not changed it as well
         return found
 

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.on = kind, False
+        self.kind, self.on, self.limit = kind, False, 1e9
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.gate = nn.Linear(WIDTH, 4 * WIDTH) if kind == "either" else None
         self.register_buffer("seen", torch.zeros(4 * WIDTH) if kind == "buffer" else torch.zeros(()))
@@ -49,6 +49,9 @@ class Block(nn.Module):
             h = h + h.softmax(-1 if on else 1)
         if on and self.kind == "root":
             h = (h + 1).sqrt()
+        if self.kind in ("limit", "limit of all"):
+            size = (h if self.kind == "limit" else x).norm(dim=-1, keepdim=True)
+            h = torch.where(size > self.limit, h * 0.5, h)
         if on and self.kind == "buffer":
             h = h - self.seen
         if self.gate is not None:  # both have the same neurons
@@ -74,6 +77,7 @@ def train(kind: str, *, by_attribute: bool = False, **layout: bool | str) -> str
             batch = {"x": x, "switched_on": torch.tensor(on) * (not by_attribute)}
             for one in (*model.layers, *reference.layers):
                 one.on = by_attribute and any(on)  # type: ignore[assignment]
+                one.limit = 0.5 if one.on else 1e9  # type: ignore[assignment]
             engine.run([batch], loss_of)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
@@ -98,6 +102,8 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "mean": (lambda: train("mean"), "aten::mean, aten::sub"),
     "mean, by an attribute": (lambda: train("mean", by_attribute=True), "aten::mean, aten::sub"),
     "mean, halves": (lambda: train("mean", tp_overlap="sub"), "aten::mean, aten::sub"),
+    "limit": (lambda: train("limit", by_attribute=True), "each rank decides by something else (aten::gt of [2, 6, 1])"),
+    "limit of all": (lambda: train("limit of all", by_attribute=True), ""),
     "root": (lambda: train("root"), ""),
     "root, by an attribute": (lambda: train("root", by_attribute=True), ""),
     "root, halves": (lambda: train("root", tp_overlap="sub"), ""),
@@ -133,7 +139,7 @@ def of_cases(names: list[str]) -> list[str]:
         ["mean, by an attribute", "root", "over tokens that ranks share", "buffer"],
         ["mean", "mean, halves", "root, by an attribute", "root, halves"],
         ["mean of others", "mean of others, by an attribute", "mean of others, halves", "norm of others"],
-        ["the same function of other dimensions", "over tokens"],
+        ["the same function of other dimensions", "over tokens", "limit", "limit of all"],
         ["cumsum of others", "topk of others", "either", "either, by an attribute"],
     ],
     ids="; ".join,

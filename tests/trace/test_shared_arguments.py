@@ -54,6 +54,10 @@ def scales() -> Iterator[float]:
     return iter([1.0, 2.0, 3.0, 4.0])
 
 
+def sets_a_number_first(context: Any) -> float:
+    return float(context.setdefault("scale", 2.0))
+
+
 class Layer(nn.Linear):
     def __init__(self, reads: Callable[[Any], float]) -> None:
         super().__init__(4, 4)
@@ -90,6 +94,7 @@ def made() -> dict[str, Any]:
         (counts_in_an_object, Count),
         (takes_the_next, scales),
         (appends, made),
+        (sets_a_number_first, made),
     ],
 )
 def test_what_several_blocks_change_of_an_argument_is_refused(
@@ -97,6 +102,46 @@ def test_what_several_blocks_change_of_an_argument_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"block 'layers.0' changes 'argument 1', and block 'layers.1' goes on with"):
         Engine(Net(reads, makes).double(), CUT, example={"x": torch.ones(2, 4, dtype=torch.float64)}).close()
+
+
+class Remembers(nn.Module):
+    """Four layers, of which the first one puts a tensor into a dictionary that all are called with."""
+
+    def __init__(self, puts: str) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Remembering(puts, is_first=not k) for k in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory: dict[str, Tensor] = {}
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class Remembering(nn.Linear):
+    def __init__(self, puts: str, *, is_first: bool) -> None:
+        super().__init__(4, 4)
+        self.puts, self.is_first = puts, is_first
+
+    def forward(self, x: Tensor, memory: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        found = memory.get("first")
+        if self.is_first and self.puts != "nothing":
+            memory["first"] = {"input": x, "output": y, "another": 2 * y}[self.puts]
+        return y if found is None else y + found
+
+
+@pytest.mark.parametrize("puts", ["input", "output", "another", "nothing"])
+def test_tensors_that_a_block_puts_into_an_argument(puts: str) -> None:
+    model, batch = Remembers(puts).double(), {"x": torch.ones(2, 4, dtype=torch.float64)}
+    if puts == "nothing":
+        Engine(model, CUT, example=batch).close()
+        return
+    why = "it is no result of that module" if puts == "another" else "kept in 'argument 1', with which 'layers.0' is"
+    with pytest.raises(ConfigError, match=why):
+        Engine(model, CUT, example=batch).close()
 
 
 def test_what_they_read_may_be_shared() -> None:
@@ -113,7 +158,7 @@ class Shares(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(8, 4, max_norm=1.0 if way == "max_norm" else None)
+        self.embedding = nn.Embedding(8, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         weight = self.embedding.weight
         if way == "view":
@@ -122,9 +167,6 @@ class Shares(nn.Module):
             self.register_buffer("head", weight.data)
         elif way == "part":
             self.head = nn.Parameter(weight.data[:4])
-        elif way == "max_norm":
-            self.other = nn.Linear(4, 8, bias=False)
-            self.other.weight = weight
         else:  # parts of one tensor that do not overlap
             both = torch.ones(8, 4)
             self.first, self.second = nn.Parameter(both[:4]), nn.Parameter(both[4:])
@@ -142,7 +184,6 @@ class Shares(nn.Module):
         ("view", "embedding.weight and head are in the same memory"),
         ("buffer", "embedding.weight and head are in the same memory"),
         ("part", "are in the same memory"),
-        ("max_norm", r"embedding has max_norm=1.0, so its forward writes to its weight, which is tied"),
         ("apart", ""),
     ],
 )
@@ -155,3 +196,60 @@ def test_weights_in_one_memory(way: str, why: str) -> None:
             build()
     else:
         build()
+
+
+class Writes(nn.Module):
+    """Its forward writes to the weight of its embedding."""
+
+    def __init__(self, way: str, *, tied: bool) -> None:
+        super().__init__()
+        self.way = way
+        self.embedding = Padded(8, 4, max_norm=1.0 if way == "max_norm" else None)
+        self.embedding.way = way
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "between":
+            self.embedding.weight.data.mul_(0.9)
+        x: Tensor = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Padded(nn.Embedding):
+    way: str
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "padding":
+            with torch.no_grad():
+                self.weight[0].zero_()
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("way", ["max_norm", "padding", "between"])
+def test_weights_that_a_forward_writes_to(way: str, tied: bool) -> None:
+    model, reference = Writes(way, tied=tied).double(), Writes(way, tied=tied).double()
+    reference.load_state_dict(model.state_dict())
+    batch = {"ids": torch.tensor([[0, 1], [2, 0]])}
+
+    def loss_of(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return module(**inputs).square().sum()  # type: ignore[no-any-return]
+
+    def run() -> float:
+        engine = Engine(model, CUT, example=batch)
+        found = [engine.run([batch], loss_of).item() for _ in range(2)]
+        engine.close()
+        return found[-1]
+
+    if tied or way == "between":
+        why = "between its modules" if way == "between" else "the forward of 'embedding' writes to the weight"
+        with pytest.raises(ConfigError, match=why):
+            run()
+    else:
+        want = [loss_of(reference, batch).item() for _ in range(2)][-1]
+        assert run() == pytest.approx(want, rel=1e-12)
