@@ -29,6 +29,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written to; 0 of one of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 class StorageLabels(Generic[T]):
     """A label for each memory, which all tensors that share it have, for as long as it lives: torch keeps one object of
     it. A sparse tensor has none, as its parts have the memory."""

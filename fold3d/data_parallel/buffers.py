@@ -11,6 +11,7 @@ from torch import Tensor
 from fold3d.comms.tree_group import TreeGroup
 from fold3d.faults.progress import Progress
 from fold3d.stage.rank_model import RankModel
+from fold3d.torch_private import version_of
 
 
 class BufferSync:
@@ -38,7 +39,7 @@ class BufferSync:
         """A step begins; all replicas of the stage call."""
         if self._due:
             self._share()
-            self._alike = {name: (weakref.ref(b), _version(b)) for name, b in self._buffers()}
+            self._alike = {name: (weakref.ref(b), version_of(b)) for name, b in self._buffers()}
             if self._values is not None:
                 self._values = {name: buffer.detach().clone() for name, buffer in self._buffers()}
         self._due = True
@@ -60,7 +61,7 @@ class BufferSync:
 
     def _is_alike(self, name: str, buffer: Tensor) -> bool:
         tensor, version = self._alike.get(name, (None, -1))
-        return tensor is not None and tensor() is buffer and version == _version(buffer)
+        return tensor is not None and tensor() is buffer and version == version_of(buffer)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Returns what this rank's stage may change: not the buffers of modules that only another one runs."""
@@ -84,10 +85,6 @@ class BufferSync:
                 # inference mode nobody can have written to.
                 if bits is not None and (shape, dtype) == (buffer.shape, buffer.dtype) and not buffer.is_inference():
                     buffer.copy_(bits.view(dtype).view(shape))
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
 
 
 def _bits(tensor: Tensor) -> Tensor:

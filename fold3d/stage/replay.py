@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fold3d.device import LibraryState, library_rng_state, same_library_rng_state, set_library_rng_state
 from fold3d.errors import SplitError
+from fold3d.torch_private import version_of
 from fold3d.trace.state import (
     ABSENT,
     CONTAINERS,
@@ -253,7 +254,12 @@ class ChangedBuffers:
         self._compared.add(mode)
         attributes = PlainAttributes(self._model, {number: self._holders[number] for number in watched})
         then = [
-            (place, tensor, _version(tensor), _copy(tensor) if compares or self._may_change(place, tensor) else tensor)
+            (
+                place,
+                tensor,
+                version_of(tensor),
+                _copy(tensor) if compares or self._may_change(place, tensor) else tensor,
+            )
             for number, known in attributes.values.items()
             for place, tensor in self._tensors(number, known)
         ]
@@ -263,7 +269,7 @@ class ChangedBuffers:
             for place, value, tensors in _with_tensors(number, known)
         ]
         copied = {place: kept for place, _, kept in inside if kept is not None}
-        versions = [[_version(one) for one in tensors] for _, tensors, _ in inside]
+        versions = [[version_of(one) for one in tensors] for _, tensors, _ in inside]
         behind: list[StatePlace] = []
         made = self._made_meanwhile()
         try:
@@ -276,7 +282,7 @@ class ChangedBuffers:
             for place, old, version, value in then:
                 replaced = place.is_buffer and self._value(place) is not old
                 looks = compares or place in self._changing
-                written = version != _version(old) or (looks and not _equal(value, old))
+                written = version != version_of(old) or (looks and not _equal(value, old))
                 if replaced or written:
                     self._changing.add(place)
                     if value is old and written:
@@ -284,7 +290,7 @@ class ChangedBuffers:
                     self._keep(chunk, before, place, value, self._value(place), value)
             for (place, tensors, kept), before_that in zip(inside, versions, strict=True):
                 copies = tensors if kept is None else _tensors_in(kept)
-                if before_that == list(map(_version, tensors)) and all(map(_equal, copies, tensors)):
+                if before_that == list(map(version_of, tensors)) and all(map(_equal, copies, tensors)):
                     continue
                 self._changing.add(place)
                 if kept is None:
@@ -580,10 +586,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one is other or one.is_meta or one.equal(other)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class DrawnNumbers:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fold3d.device import library_rng_state, same_library_rng_state, seed_libraries, set_library_rng_state
 from fold3d.errors import SplitError
+from fold3d.torch_private import version_of
 from fold3d.trace.compound import is_compound
 from fold3d.trace.state import (
     ABSENT,
@@ -568,7 +569,7 @@ def version(value: Any) -> Version:
         if left[0] < (len(one) if isinstance(one, (dict, set, frozenset, *_LISTS)) else 0):
             raise OverflowError
         if isinstance(one, Tensor):
-            return id(one), 0 if one.is_inference() else one._version
+            return id(one), version_of(one)
         if isinstance(one, dict):
             return dict, tuple((key, of(each)) for key, each in one.items())
         if isinstance(one, _LISTS):

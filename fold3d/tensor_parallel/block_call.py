@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fold3d.tensor_parallel.random_draws import ShardDraws
 from fold3d.tensor_parallel.region import COPY, RegionOps
-from fold3d.torch_private import checkpoint_around
+from fold3d.torch_private import checkpoint_around, version_of
 
 
 class BlockCall:
@@ -121,7 +121,7 @@ class BlockCall:
 
 def _state_of(x: Tensor) -> tuple[bool, int]:
     """What changes where a tensor is written to, or gradients are no longer wanted."""
-    return torch.is_grad_enabled(), -1 if x.is_inference() else x._version
+    return torch.is_grad_enabled(), version_of(x)
 
 
 _CURRENT: ContextVar[tuple[object, BlockCall] | None] = ContextVar("fold3d_block_call", default=None)

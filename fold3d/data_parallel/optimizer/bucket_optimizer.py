@@ -267,24 +267,12 @@ class BucketOptimizer:
         with self.memory():
             found = {number: read(piece) for number, (piece, _) in enumerate(self.tensors)}
             state = {number: values for number, values in found.items() if values is not None}
-            if loads_by_itself(self.twin):
-                before = self.twin.param_groups
-                for name in _LOAD_HOOKS:
-                    setattr(self.twin, name, _of_others(getattr(self._optimizer, name)))
-                self.twin.load_state_dict({"state": state, "param_groups": groups})
-                self.twin.param_groups = before
-                loaded = dict(self.twin.state)
-            else:
-                policy: Any = Optimizer._process_value_according_to_param_policy
-                loaded = {
-                    self.tensors[number][1]: {
-                        key: policy(self.tensors[number][1], value, number, groups, key)
-                        if isinstance(value, Tensor)
-                        else value
-                        for key, value in values.items()
-                    }
-                    for number, values in state.items()
-                }
+            before = self.twin.param_groups
+            for name in _LOAD_HOOKS:
+                setattr(self.twin, name, _of_others(getattr(self._optimizer, name)))
+            self.twin.load_state_dict({"state": state, "param_groups": groups})
+            self.twin.param_groups = before
+            loaded = dict(self.twin.state)
             for tensor, values in loaded.items():
                 self.twin.state[tensor] = {key: self.own(value) for key, value in values.items()}
 
