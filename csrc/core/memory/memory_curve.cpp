@@ -50,14 +50,12 @@ class Stage {
     received_.emplace_back(until_ns, -bytes);
   }
 
-  StageMemory finish() {
+  StageMemory finish(bool points) {
     std::sort(received_.begin(), received_.end());  // at one moment, what goes first
     std::int64_t in_use = 0, most = 0;
     for (const auto& [time, bytes] : received_) most = std::max(most, in_use += bytes);
     add(0, MemoryUse::kInputs, most);
-    std::stable_sort(changes_.begin(), changes_.end(), [](const Change& a, const Change& b) {
-      return std::tuple(a.time_ns, a.bytes > 0) < std::tuple(b.time_ns, b.bytes > 0);
-    });
+    std::sort(changes_.begin(), changes_.end(), [](const Change& a, const Change& b) { return a.time_ns < b.time_ns; });
     StageMemory memory;
     MemoryPoint now;
     for (std::size_t k = 0; k < changes_.size(); ++k) {
@@ -65,7 +63,7 @@ class Stage {
       now.time_ns = change.time_ns;
       (change.use == kPool ? now.pool : now.uses[change.use]) += change.bytes;
       if (k + 1 < changes_.size() && changes_[k + 1].time_ns == change.time_ns) continue;
-      memory.points.push_back(now);
+      if (points) memory.points.push_back(now);
       memory.most_pool = std::max(memory.most_pool, now.pool);
       if (now.device() > memory.peak.device()) memory.peak = now;
     }
@@ -134,7 +132,7 @@ class Walk {
     }
   }
 
-  std::vector<StageMemory> run() {
+  std::vector<StageMemory> run(bool points) {
     for (int number = 0; number < shape_.pp; ++number) {
       Stage& stage = stages_[at(number)];
       for (int segment = 0; segment < shape_.segments; ++segment) {
@@ -151,7 +149,7 @@ class Walk {
     const auto lands = [this](const Action& taker) { return trip_of(brought_by(taker)).moves; };
     for (const Message& message : message_times(shape_, times_, model_.receive_ahead, lands)) transfer(message);
     std::vector<StageMemory> curves;
-    for (Stage& stage : stages_) curves.push_back(stage.finish());
+    for (Stage& stage : stages_) curves.push_back(stage.finish(points));
     for (std::size_t stage = 0; stage < model_.host.size(); ++stage) curves[stage].host = model_.host[stage];
     return curves;
   }
@@ -317,7 +315,7 @@ std::int64_t MemoryPoint::device() const { return std::accumulate(uses.begin(), 
 
 std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryModel& model,
                                        const std::vector<std::vector<ActionTime>>& times,
-                                       const std::vector<std::vector<ActionTime>>& copies) {
+                                       const std::vector<std::vector<ActionTime>>& copies, bool points) {
   model.check(schedule.shape);
   if (times.size() != schedule.ranks.size()) {
     throw std::invalid_argument("times of " + std::to_string(times.size()) + " stages for a schedule of " +
@@ -333,7 +331,7 @@ std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryMod
       ++k;
     }
   }
-  return Walk(schedule, model, times, copies).run();
+  return Walk(schedule, model, times, copies).run(points);
 }
 
 }  // namespace fold3d::core

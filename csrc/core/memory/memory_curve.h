@@ -54,9 +54,11 @@ struct StageMemory {
 /// the pool it is from OFFLOAD until it is back. So does what crosses a border and waits: a message that a PREFETCH
 /// brings is in the pool from the beginning. `copies`: from `copy_times`; one that is not there takes no time.
 ///
+/// `points` false: only peaks are wanted.
+///
 /// Throws std::invalid_argument if the model does not fit the schedule, or `times` has other compute actions.
 std::vector<StageMemory> memory_curves(const Schedule& schedule, const MemoryModel& model,
                                        const std::vector<std::vector<ActionTime>>& times,
-                                       const std::vector<std::vector<ActionTime>>& copies = {});
+                                       const std::vector<std::vector<ActionTime>>& copies = {}, bool points = true);
 
 }  // namespace fold3d::core

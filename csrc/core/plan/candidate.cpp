@@ -248,22 +248,24 @@ Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Mode
     }
   }
   Run made;
-  made.step = simulate_step(program.schedule, program.simulated, model, {8, options.breakdown, options.memory});
+  made.step = simulate_step(program.schedule, program.simulated, model,
+                            {8, options.breakdown, options.memory, /*sends=*/false});
   if (options.memory) {
     const Program& kept = program.kept ? *program.kept : program;
     const Shape& shape = kept.schedule.shape;
     TrainingStep with_flush;
-    if (program.kept) with_flush = simulate_step(kept.schedule, kept.simulated, model, {8, false, true});
+    if (program.kept)
+      with_flush = simulate_step(kept.schedule, kept.simulated, model, {8, false, true, /*sends=*/false});
     const TrainingStep& step = program.kept ? with_flush : made.step;
     made.memory = memory_curves(kept.schedule, memory_model(job, layout, modes), compute_times(step, shape),
-                                copy_times(step, shape));
+                                copy_times(step, shape), options.points);
   }
   return made;
 }
 
 Candidate Programs::tried(const PlanJob& job, std::shared_ptr<const Layout> layout, const Modes& modes,
                           int early_gathers, bool memory) {
-  Run made = run(job, *layout, modes, {.early_gathers = early_gathers, .memory = memory});
+  Run made = run(job, *layout, modes, {.early_gathers = early_gathers, .memory = memory, .points = false});
   return {std::move(layout),
           order_,
           modes,
@@ -279,11 +281,12 @@ Programs::Look Programs::look(const PlanJob& job, const Layout& layout, const Mo
   ClusterModel model = cluster_model(job, layout, modes);
   model.dp = 1;
   if (!model.hosts.empty()) model.hosts.resize(at(job.pp));
-  const TrainingStep step = simulate_step(program.schedule, program.simulated, model,
-                                          {.max_steps = 1, .breakdown = false, .spans = true, .dp_sync = false});
+  const TrainingStep step =
+      simulate_step(program.schedule, program.simulated, model,
+                    {.max_steps = 1, .breakdown = false, .spans = true, .sends = false, .dp_sync = false});
   const Shape& shape = program.schedule.shape;
   return {step.step_ns, peaks_of(memory_curves(program.schedule, memory_model(job, layout, modes),
-                                               compute_times(step, shape), copy_times(step, shape)))};
+                                               compute_times(step, shape), copy_times(step, shape), false))};
 }
 
 std::int64_t Programs::without_dp_sync(const PlanJob& job, const Layout& layout) {

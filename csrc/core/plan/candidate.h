@@ -91,6 +91,7 @@ class Programs {
     const GatherOrder* gather_order = nullptr;
     bool breakdown = false;
     bool memory = false;
+    bool points = true;  ///< of memory; else only peaks
   };
   struct Run {
     TrainingStep step;

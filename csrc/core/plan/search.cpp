@@ -227,8 +227,45 @@ class Search {
       // What does not fit with all computed again may with copies.
       return fits == nullptr ? scaled(entry.group->shortest_ns(), 1.5) : fits->step_ns;
     };
-    in_rounds("making fit", smallest(kMostSpared * meshes(), promising), kCloseRound, of_all(kSpare),
+    in_rounds("making fit", undominated(smallest(kMostSpared * meshes(), promising)), kCloseRound, of_all(kSpare),
               [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns, plans_of(entry)); });
+  }
+
+  /// Of groups that differ in their order alone, without those that take longer than another one and need more memory:
+  /// what fits that one costs no more there.
+  static std::vector<Entry*> undominated(const std::vector<Entry*>& chosen) {
+    struct Needs {
+      std::int64_t ns, bytes;
+    };
+    const auto needs = [](const Entry& entry) {
+      const Candidate* least = nullptr;
+      for (const auto& one : entry.group->candidates()) {
+        if (least == nullptr || one->step_ns < least->step_ns) least = one.get();
+      }
+      return Needs{least->step_ns, least->memory()};
+    };
+    std::map<std::tuple<std::size_t, int, bool>, std::vector<Needs>> kept;
+    std::vector<std::pair<Needs, Entry*>> sorted;
+    for (Entry* entry : chosen) sorted.emplace_back(needs(*entry), entry);
+    std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) {
+      return std::pair(a.first.ns, a.first.bytes) < std::pair(b.first.ns, b.first.bytes);
+    });
+    std::vector<Entry*> dominated;
+    for (const auto& [mine, entry] : sorted) {
+      auto& alike = kept[{entry->job, entry->group->segments(), entry->group->splits()}];
+      const bool is_less =
+          std::all_of(alike.begin(), alike.end(), [&](const Needs& one) { return mine.bytes < one.bytes; });
+      if (is_less) {
+        alike.push_back(mine);
+      } else {
+        dominated.push_back(entry);
+      }
+    }
+    std::vector<Entry*> found;
+    for (Entry* entry : chosen) {
+      if (std::find(dominated.begin(), dominated.end(), entry) == dominated.end()) found.push_back(entry);
+    }
+    return found;
   }
 
   void look_closely() {

@@ -62,6 +62,7 @@ struct SimulationOptions {
   int max_steps = 8;      ///< give up waiting for a steady state, >= 3; >= 1 without DP.sync
   bool breakdown = true;  ///< fill ranks' bubble and exposed times and limit_ns; costs two short runs without DP.sync
   bool spans = false;
+  bool sends = true;    ///< with spans: those of the network, too
   bool dp_sync = true;  ///< false: nothing is summed over the replicas
 };
 

@@ -323,7 +323,7 @@ void TrainingRun::sent(const Network::Sent& what) {
     dp_bytes_[at(span.rank)] += what.bytes;
     if (what.finished) dp_sync_.flow_sent(what.end, what.token);
   }
-  if (options_.spans) spans_.push_back(span);
+  if (options_.spans && options_.sends) spans_.push_back(span);
 }
 
 /// Time of an action, of its chunk's whole forward and backward.
