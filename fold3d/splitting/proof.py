@@ -152,17 +152,19 @@ _ROUGH = 1e-6
 """The tolerance there: large numbers that cancel leave larger errors, and a part that decides otherwise than the whole
 is far away."""
 _DECIDING = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("gt", "lt", "ge", "le", "eq", "ne", "isinf", "isnan", "isfinite", "sign", "sgn", "heaviside", "nan_to_num"),
-        *("renorm", "round", "floor", "ceil", "bucketize", "searchsorted", "nonzero", "argmax", "argmin", "argsort"),
-        *("sort", "topk", "kthvalue", "median", "quantile", "fmax", "fmin", "nansum", "any", "all"),
-        *("logical_and", "logical_not", "logical_or", "logical_xor"),
-        *("item", "_local_scalar_dense", "is_nonzero"),
+    (
+        *("gt", "lt", "ge", "le", "eq", "ne", "isinf", "isnan", "isfinite", "sign", "sgn", "signbit", "heaviside"),
+        *("logical_and", "logical_not", "logical_or", "logical_xor", "any", "all", "is_nonzero", "item"),
+        *("_local_scalar_dense", "nan_to_num", "copysign", "round", "floor", "ceil", "trunc", "frac", "floor_divide"),
+        *("fmod", "remainder", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax", "relu"),
+        *("hardtanh", "hardsigmoid", "hardswish", "threshold", "softshrink", "hardshrink", "renorm", "sort", "topk"),
+        *("kthvalue", "median", "nanmedian", "quantile", "mode", "max", "min", "cummax", "cummin", "argmax", "argmin"),
+        *("argsort", "nonzero", "bucketize", "searchsorted", "histc", "bincount", "nansum"),
     )
 )
-"""Operators that decide by values. By NaN nobody sees what their results depend on; and a limit that small numbers
-do not reach is one that they do not show, such as a norm's, or that some channels are small beside others."""
+"""Operators that decide by values, or have the same result for a range of them; so do all that make something else than
+floating point of it. By NaN nobody sees what their results depend on; and a limit that the numbers of a proof do not
+reach is one that they do not show."""
 
 
 def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False, used: Used | None = None) -> str:
@@ -231,17 +233,20 @@ def _prove(
     wrong = proof.run()
     if used is not None:
         used.add(proof.used)
-    if proof.decides and not wrong:
+    if proof.of_whole and not wrong:
         wrong = _Proof(call, split, tp, training, sequence, scale=_LARGER).run()
     return wrong, proof.summed
 
 
 class _Decisions(TorchDispatchMode):
-    """By what a run decides: what operators are given that tell numbers from numbers, of one rank or the whole."""
+    """By what a run decides: what deciding operators are given, of one rank or the whole."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given: dict[tuple[str, torch.Size], list[Tensor]] = {}
+        self._given: dict[str, list[Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
 
     def watch(self, block: nn.Module) -> Self:
         """Is entered while the block runs; only the last run counts."""
@@ -251,24 +256,54 @@ class _Decisions(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **kwargs or {})
-        name = f"aten::{func.overloadpacket.__name__}"
-        if name in _DECIDING or not any(
-            one.is_floating_point() for one in tree_leaves(made) if isinstance(one, Tensor)
-        ):
-            for one in args:
-                if isinstance(one, Tensor) and one.is_floating_point():
-                    self._given.setdefault((name, one.shape), []).append(one.detach().clone())
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__.rstrip("_")
+        decides = name in _DECIDING or kwargs.get("rounding_mode") is not None
+        given = [one.detach() for one in args if isinstance(one, Tensor)]
+        if decides and func._schema.is_mutable:
+            given = [one.clone() for one in given]
+        made = func(*args, **kwargs)
+        if not decides:
+            given = [one for one in given if one.is_floating_point()]
+            results = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+            decides = bool(given) and bool(results) and not all(one.is_floating_point() for one in results)
+        if decides:
+            self._given.setdefault(name, []).extend(one.clone().double() for one in given)
         return made
 
     def differ_from(self, rank: _Decisions) -> str:
-        """Returns by what a rank decides and the whole does not, though it is as large; "" where there is nothing. What
-        is smaller is the rank's part."""
-        for (name, shape), given in rank._given.items():
-            whole = self._given.get((name, shape))
-            if whole and any(all(_others(mine, one) for one in whole) for mine in given):
-                return f"each rank decides by something else ({name} of {list(shape)})"
+        """Returns by what a rank decides that is neither what the whole decides by nor a part of it; "" where there is
+        nothing."""
+        for name, given in rank._given.items():
+            for mine in given:
+                found = [one for one in self._given.get(name, ()) if _holds(one.shape, mine.shape)]
+                if found and not any(_is_part(mine, one) for one in found):
+                    return f"each rank decides by something else (aten::{name} of {list(mine.shape)})"
         return ""
+
+
+def _holds(whole: torch.Size, part: torch.Size) -> bool:
+    """Whether a part of that size may be along one dimension."""
+    return len(whole) == len(part) and sum(a != b for a, b in zip(whole, part, strict=True)) <= 1
+
+
+def _is_part(part: Tensor, whole: Tensor) -> bool:
+    """Whether each slice of a tensor is one of the other's, along the dimension in which their sizes differ."""
+    if part.shape == whole.shape:
+        return not _others(part, whole)
+    dim = next(dim for dim, size in enumerate(part.shape) if size != whole.shape[dim])
+    mine, its = (one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (part, whole))
+    if len(mine) > len(its):
+        return False
+    draw = torch.Generator().manual_seed(_SEED)
+    # Equal slices have equal sums with weights drawn at random.
+    weights = torch.randn(mine.shape[1], dtype=torch.float64, generator=draw)
+    sums, places = (its.nan_to_num() @ weights).sort()
+    wanted = mine.nan_to_num() @ weights
+    above = torch.searchsorted(sums, wanted).clamp(max=len(its) - 1)
+    below = (above - 1).clamp(min=0)
+    nearest = torch.where((sums[above] - wanted).abs() < (sums[below] - wanted).abs(), above, below)
+    return not _others(mine, its[places[nearest]])
 
 
 def _others(found: Tensor, expected: Tensor) -> bool:
@@ -292,12 +327,8 @@ class _Proof:
         self._differ = functools.partial(differ, tolerance=TOLERANCE if self._is_first else _ROUGH)
         self.summed: set[str] = set()
         self.used = Used()
+        self.of_whole = _Decisions()
         self._others = False
-
-    @property
-    def decides(self) -> bool:
-        """Whether the ranks have run operators that decide by values."""
-        return not _DECIDING.isdisjoint(self.used.operators.values())
 
     def run(self) -> str:
         """Returns where ranks differ. A proof with larger weights does not count where the block computes no numbers
@@ -310,9 +341,8 @@ class _Proof:
             return ""
 
     def _run(self) -> str:
-        runs, of_whole = self._runs, _Decisions()
-        of_ranks = [_Decisions() for _ in range(self._tp)]
-        output = runs.whole(watch=self._watched if self._is_first else of_whole.watch)
+        runs, of_ranks = self._runs, [_Decisions() for _ in range(self._tp)]
+        output = runs.whole(watch=self._watched)
         if self._others:  # nobody sums their gradients
             return "it computes with weights of modules that are not registered in it"
         draw = torch.Generator().manual_seed(7)
@@ -329,7 +359,7 @@ class _Proof:
         try:
             if not self._is_first:  # gradients of large numbers cancel; who decides otherwise returns something else
                 outputs = runs.ranks(self._split, watches=[one.watch for one in of_ranks], sequence=self._sequence)
-                by_parts = map(of_whole.differ_from, of_ranks)
+                by_parts = map(self.of_whole.differ_from, of_ranks)
                 return next((one for one in (*self._wrong_results(output, outputs, weights), *by_parts) if one), "")
             outputs = runs.ranks(self._split, sequence=self._sequence, operators=self.used.operators)
             with runs.modes():
@@ -340,7 +370,7 @@ class _Proof:
 
     @contextlib.contextmanager
     def _watched(self, block: nn.Module) -> Iterator[None]:
-        with contextlib.ExitStack() as hooks, Reads(block) as reads:
+        with contextlib.ExitStack() as hooks, Reads(block) as reads, self.of_whole.watch(block):
             for name, module in block.named_modules():
                 hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: self.used.modules.add(name)))
             yield

@@ -231,8 +231,8 @@ class Search {
               [](Entry& entry, std::int64_t cutoff_ns) { entry.group->spare(cutoff_ns, plans_of(entry)); });
   }
 
-  /// Of groups that differ in their order alone, without those that take longer than another one and need more memory:
-  /// what fits that one costs no more there.
+  /// Of groups that differ in the size of what a schedule puts together, without those that take longer than another
+  /// one and need more memory: what fits that one costs no more there.
   static std::vector<Entry*> undominated(const std::vector<Entry*>& chosen) {
     struct Needs {
       std::int64_t ns, bytes;
@@ -244,7 +244,7 @@ class Search {
       }
       return Needs{least->step_ns, least->memory()};
     };
-    std::map<std::tuple<std::size_t, int, bool>, std::vector<Needs>> kept;
+    std::map<std::tuple<std::size_t, int, std::string>, std::vector<Needs>> kept;
     std::vector<std::pair<Needs, Entry*>> sorted;
     for (Entry* entry : chosen) sorted.emplace_back(needs(*entry), entry);
     std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) {
@@ -252,7 +252,7 @@ class Search {
     });
     std::vector<Entry*> dominated;
     for (const auto& [mine, entry] : sorted) {
-      auto& alike = kept[{entry->job, entry->group->segments(), entry->group->splits()}];
+      auto& alike = kept[{entry->job, entry->group->segments(), entry->group->order().name}];
       const bool is_less =
           std::all_of(alike.begin(), alike.end(), [&](const Needs& one) { return mine.bytes < one.bytes; });
       if (is_less) {
