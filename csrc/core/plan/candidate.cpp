@@ -249,7 +249,7 @@ Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Mode
   }
   Run made;
   made.step = simulate_step(program.schedule, program.simulated, model,
-                            {8, options.breakdown, options.memory, /*sends=*/false});
+                            {8, options.breakdown, options.memory, options.details});
   if (options.memory) {
     const Program& kept = program.kept ? *program.kept : program;
     const Shape& shape = kept.schedule.shape;
@@ -258,14 +258,14 @@ Programs::Run Programs::run(const PlanJob& job, const Layout& layout, const Mode
       with_flush = simulate_step(kept.schedule, kept.simulated, model, {8, false, true, /*sends=*/false});
     const TrainingStep& step = program.kept ? with_flush : made.step;
     made.memory = memory_curves(kept.schedule, memory_model(job, layout, modes), compute_times(step, shape),
-                                copy_times(step, shape), options.points);
+                                copy_times(step, shape), options.details);
   }
   return made;
 }
 
 Candidate Programs::tried(const PlanJob& job, std::shared_ptr<const Layout> layout, const Modes& modes,
                           int early_gathers, bool memory) {
-  Run made = run(job, *layout, modes, {.early_gathers = early_gathers, .memory = memory, .points = false});
+  Run made = run(job, *layout, modes, {.early_gathers = early_gathers, .memory = memory, .details = false});
   return {std::move(layout),
           order_,
           modes,

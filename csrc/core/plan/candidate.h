@@ -91,7 +91,7 @@ class Programs {
     const GatherOrder* gather_order = nullptr;
     bool breakdown = false;
     bool memory = false;
-    bool points = true;  ///< of memory; else only peaks
+    bool details = true;  ///< sends among the step's spans, and memory's points; else only peaks
   };
   struct Run {
     TrainingStep step;
