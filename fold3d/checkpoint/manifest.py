@@ -18,17 +18,18 @@ from fold3d.errors import CheckpointError
 from fold3d.weights.safetensors_file import read_header
 
 NAME = "fold3d.json"
+TRAINER_STATE = "trainer_state.json"
 _VERSION = 1
 _SAMPLE = 1 << 16
 """Bytes at the end of a file that tell it from others."""
-_STEPS = {NAME: "step_index", "trainer_state.json": "global_step"}
+_STEPS = {NAME: "step_index", TRAINER_STATE: "global_step"}
 """Files that say how many steps are done, the surer one first, and the key of it."""
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
 """A PeftModel has adapters instead, here or in folders named after them."""
 _PICKLED = "pytorch_model*.bin"
 _TELLING = (
-    *(_WEIGHTS, ADAPTER_FILE, "late_gradients*.safetensors", NAME, "trainer_state.json", _INDEX, "*config.json"),
+    *(_WEIGHTS, ADAPTER_FILE, "late_gradients*.safetensors", NAME, TRAINER_STATE, _INDEX, "*config.json"),
     *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
 )
 """Files that show by themselves whether they are whole; others may be the user's, in formats of their own."""
@@ -74,7 +75,7 @@ def step_index(folder: Path) -> int:
 def digest(folder: Path) -> str:
     """Returns letters that are the same for a copy of the checkpoint, and others for one of another training."""
     made = hashlib.sha256()
-    for path in [folder / "trainer_state.json", *sorted(folder.glob(_WEIGHTS))]:
+    for path in [folder / TRAINER_STATE, *sorted(folder.glob(_WEIGHTS))]:
         if path.is_file():
             with open(path, "rb") as file:
                 file.seek(max(0, path.stat().st_size - _SAMPLE))
@@ -82,9 +83,9 @@ def digest(folder: Path) -> str:
     return made.hexdigest()[:8]
 
 
-def said(folder: Path, name: str) -> Any:
-    """Returns what `write` was given as the argument `name`; None where the checkpoint does not say."""
-    return _load(folder / NAME).get(name) if (folder / NAME).is_file() else None
+def said(folder: Path, name: str, file: str = NAME) -> Any:
+    """Returns what `write` was given as the argument `name`, or what another file says; None where none does."""
+    return _load(folder / file).get(name) if (folder / file).is_file() else None
 
 
 def check(folder: Path) -> None:
@@ -120,7 +121,15 @@ def _in_weights(folder: Path) -> str | None:
 def _in_recorded(folder: Path) -> str | None:
     if not (folder / NAME).is_file():
         return None
-    for name, size in _load(folder / NAME).get("files", {}).items():
+    content = _load(folder / NAME)
+    files, batch, version = content.get("files", {}), content.get("batch"), content.get("version", _VERSION)
+    if not isinstance(files, dict) or not all(map(_is_count, files.values())):
+        return f"{NAME} has no number of bytes for each of its files"
+    if batch is not None and not (_is_count(batch) and batch):
+        return f"{NAME} says batch={batch!r}, which is no number of samples"
+    if not _is_count(version) or version > _VERSION:
+        return f"{NAME} is of version {version!r}, and this fold3d reads versions up to {_VERSION}"
+    for name, size in files.items():
         path = folder / name
         if path.match(_WEIGHTS) or name == _INDEX:
             continue
@@ -144,7 +153,7 @@ def _in_present(folder: Path) -> str | None:
             problem = defect(path)
         elif path.suffix == ".json":
             content, key = _parsed(path), _STEPS.get(path.name)
-            if key is not None and not (isinstance(content, dict) and isinstance(content.get(key), int)):
+            if key is not None and not (isinstance(content, dict) and _is_count(content.get(key))):
                 problem = f"{path.name} does not say {key}"
         elif not zipfile.is_zipfile(path):
             # torch.save writes a zip archive, its table of contents at the end: gone when the file is cut.
@@ -152,6 +161,10 @@ def _in_present(folder: Path) -> str | None:
         if problem is not None:
             return problem
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _tells(path: Path) -> bool:

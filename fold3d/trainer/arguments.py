@@ -314,11 +314,14 @@ class TrainingArguments(transformers.TrainingArguments):
                 )
             return
         dp = self.layout.resolve_dp(world_size)
-        samples, before = self.per_device_train_batch_size * dp, self.gradient_accumulation_steps
+        size, before = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        if self.auto_find_batch_size and last is not None:  # the Trainer goes on with the size that was found
+            size = manifest.said(last, "train_batch_size", manifest.TRAINER_STATE) or size
+        samples = size * dp
         if batch % samples:
             raise ConfigError(
                 f"{last} was trained with {batch} samples per step, which {dp} replicas with "
-                f"per_device_train_batch_size={self.per_device_train_batch_size} cannot make up: take another "
+                f"per_device_train_batch_size={size} cannot make up: take another "
                 "per_device_train_batch_size or number of processes, or leave out resume='auto' to change the batch"
             )
         self.gradient_accumulation_steps = batch // samples

@@ -23,6 +23,7 @@ from fold3d.errors import ConfigError
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trainer.loss_state import LossState
 from fold3d.trainer.overrides import is_overridden
+from fold3d.trainer.same_arguments import compare_lengths
 from fold3d.trainer.saving import CheckpointingTrainer
 
 READ = ("logits", "hidden_states", "attentions")
@@ -287,15 +288,26 @@ class EvaluatingTrainer(CheckpointingTrainer):
         """
         if self.engine.is_built:
             self.engine.meet("trainer.evaluate()")
-        return super().evaluate(*args, **named)
+        return self._with_first_metrics(super().evaluate(*args, **named))
 
-    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
         """Runs the stock evaluation loop."""
         with self.engine.supervise("evaluating"):
-            output = super().evaluation_loop(*args, **named)
+            compare_lengths("the evaluation", dataloader, self.engine.world)
+            output = super().evaluation_loop(dataloader, *args, **named)
             self._share_loss_state()
+        self._with_first_metrics(output.metrics or {})
         self._evaluated = output.num_samples or 0
         return output
+
+    def _with_first_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns `metrics` with what process 0 found in it: the best model, its checkpoint and learning rates are
+        chosen by them. A metric that is drawn at random, or tells a time, is another one on each."""
+        if self.engine.topology.world > 1:
+            first = dict(self.engine.world.share(metrics, timeout=self.args.ddp_timeout))
+            metrics.clear()
+            metrics.update(first)
+        return metrics
 
     def predict(self, *args: Any, **named: Any) -> Any:
         """Predicts; arguments and result are those of the stock Trainer. Every process calls and gets the same result.

@@ -51,8 +51,9 @@ class Preempted:
 
 def remove_mark(folder: Path) -> None:
     """Takes the mark away, whole or not."""
-    for name in (MARK, _FILLING):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / MARK, folder / _FILLING):
+        if path.exists():  # a folder that cannot be written to may have none
+            path.unlink(missing_ok=True)
 
 
 class PreemptionCallback(JITCheckpointCallback):

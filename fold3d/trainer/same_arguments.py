@@ -1,9 +1,11 @@
-"""compare_arguments(): all processes train with the same arguments."""
+"""compare_arguments(), compare_lengths(): all processes train with the same arguments, and as many batches."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
+
+from transformers.trainer_utils import has_length
 
 from fold3d.comms.consistency import compare
 from fold3d.comms.world_group import WorldGroup
@@ -49,6 +51,14 @@ def compare_arguments(args: TrainingArguments, world: WorldGroup) -> None:
     """
     named = (field.name for field in fields(TrainingArguments) if field.init and field.name not in OWN)
     compare(world, {name: _text(getattr(args, name)) for name in named})
+
+
+def compare_lengths(what: str, loader: Any, world: WorldGroup) -> None:
+    """All ranks of the job call before batches are drawn.
+
+    Raises: ConfigError on every rank where they have another number of batches, as far as that is known.
+    """
+    compare(world, {f"the number of batches of {what}": str(len(loader)) if has_length(loader) else "unknown"})
 
 
 def _text(value: Any) -> str:

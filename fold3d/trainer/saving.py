@@ -78,7 +78,6 @@ logger = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
-TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -559,7 +558,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 stored[name].append(callback.state())
             else:
                 stored[name] = callback.state()
-        self.state.save_to_json(str(folder / TRAINER_STATE))
+        self.state.save_to_json(str(folder / manifest.TRAINER_STATE))
 
     def _follow_groups(self) -> None:
         """The optimizer's groups are others than when training began: they count from now on.

@@ -54,7 +54,7 @@ from fold3d.trainer.overrides import (
 from fold3d.trainer.preemption import EvaluationEndedError, Preempted, is_asked_to_end, time_left, without_waiting
 from fold3d.trainer.reader import building_trainer
 from fold3d.trainer.refused import refuse_callbacks, refuse_model
-from fold3d.trainer.same_arguments import compare_arguments
+from fold3d.trainer.same_arguments import compare_arguments, compare_lengths
 from fold3d.trainer.searching import SearchingTrainer, needs_smaller_batch, try_again
 from fold3d.trainer.waiting import ModelThen, Waiting
 from fold3d.weights.empty import folder_of
@@ -294,6 +294,7 @@ class Trainer(SearchingTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         compare_arguments(self.args, self.engine.world)
+        compare_lengths("the training", train_dataloader, self.engine.world)
         if self._is_empty and self.args.weights is None and not resume_from_checkpoint:
             raise ConfigError(
                 "the model was built on the meta device and has no values: set weights to the folder that they are in, "

@@ -184,3 +184,23 @@ def test_a_text_that_is_shorter_than_it_was(folder: Path) -> None:
     (folder / "vocab.txt").write_text("one t")
     with pytest.raises(CheckpointError, match=r"vocab\.txt has 5 bytes"):
         manifest.check(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"files": ["model.safetensors"]}, "no number of bytes for each of its files"),
+        ({"files": {"model.safetensors": "160"}}, "no number of bytes for each of its files"),
+        ({"batch": 0}, "batch=0, which is no number of samples"),
+        ({"batch": "8"}, "batch='8', which is no number of samples"),
+        ({"version": 99}, "of version 99, and this fold3d reads versions up to"),
+        ({"step_index": -3}, "does not say step_index"),
+        ({"step_index": True}, "does not say step_index"),
+    ],
+)
+def test_what_a_manifest_may_say(folder: Path, said: dict[str, Any], why: str) -> None:
+    manifest.write(folder, step_index=4, batch=8)
+    path = folder / manifest.NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    with pytest.raises(CheckpointError, match=why):
+        manifest.check(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,16 @@ def hopeless(job: Job, layout: dict[str, Any]) -> str:
     with pytest.raises(RuntimeError) as caught:
         run_fold3d(job, layout)
     return str(caught.value)
+
+
+def test_the_size_that_was_found_is_gone_on_with(ranks: RankPool, tmp_path: Path) -> None:
+    saves = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    job = Job(str(tmp_path / "ours"), samples=32, variant=Short(2), arguments=ARGUMENTS | saves)
+    ranks.run(run_fold3d, 1, job, {})
+    shutil.copytree(tmp_path / "ours", tmp_path / "stock")
+    more = ARGUMENTS | {"max_steps": 3}
+    from_there = str(tmp_path / "stock" / "checkpoint-1")
+    stock = run_stock(replace(job, folder=str(tmp_path / "stock"), arguments=more, resume=from_there))
+    (ours,) = ranks.run(run_fold3d, 1, replace(job, arguments=more), {"resume": "auto"})
+    assert ours.extra == stock.extra == (2, 2)
+    assert_same(ours, stock, 1e-10)
