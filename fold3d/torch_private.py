@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _autograd
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import _CheckpointFrame, detach_variable
 
@@ -52,6 +53,19 @@ class StorageLabels(Generic[T]):
     def values(self) -> list[T]:
         """Returns the labels of all that lives."""
         return list(self._labels.values())
+
+
+def ask_for_norms(ask: Callable[[list[Tensor], float], Tensor | None]) -> None:
+    """Has `torch.nn.utils.clip_grad_norm_` take what `ask(gradients, norm_type)` returns for the norm, also where it
+    was imported before; None: it computes the norm itself."""
+    own = clip_grad._get_total_norm
+
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **named: Any) -> Any:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        found = ask(gradients, float(norm_type))
+        return own(gradients, norm_type, *args, **named) if found is None else found
+
+    clip_grad._get_total_norm = total_norm
 
 
 def in_backward() -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from fold3d.config import AUTO, CLIPPED_EACH_MICRO_BATCH, FP16_WITH_DELAY, ParallelConfig
 from fold3d.errors import ConfigError
@@ -141,6 +142,20 @@ def refuse_two_in_one(model: Module) -> None:
                 "from the other in the forward"
             )
         last = max(last, place, key=lambda one: one[1])
+
+
+def refuse_others_parameters(optimizer: Optimizer, model: Module) -> None:
+    """Raises ConfigError for an optimizer that steps parameters which are not the model's, such as weights of a loss
+    function: each process has its own copy of them, and nobody sums their gradients."""
+    own = set(map(id, model.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own and parameter.numel():
+                raise ConfigError(
+                    f"parameter group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that "
+                    "is not the model's, such as a weight of the loss function: each process would train its own copy "
+                    "of it. Make it a part of the model, whose forward uses it, or train with one process"
+                )
 
 
 def refuse_odd_buffers(model: Module, processes: int) -> None:

@@ -320,6 +320,7 @@ def _chunks(
             turn_to=sync.turn_to if isinstance(sync, (WithoutFlush, EachMicroBatch)) else None,
             is_end=v == numbers[-1],
             compares=topology.pp * topology.tp > 1,
+            own=cut.model.parameters if topology.world > 1 else None,
         )
         for v in numbers
     ]

@@ -31,6 +31,7 @@ from fold3d.engine.arguments import (
     check_compiled,
     check_model,
     refuse_odd_buffers,
+    refuse_others_parameters,
     refuse_two_in_one,
 )
 from fold3d.engine.builder import connect
@@ -49,6 +50,7 @@ from fold3d.plan.strategy import MIXED, Strategy
 from fold3d.stage.loss_run import LossRun
 from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, split_batch
 from fold3d.topology import Topology
+from fold3d.torch_private import ask_for_norms
 from fold3d.trace import Trace
 from fold3d.trace.batches import is_transformers_model, samples_of, synthetic_example
 from fold3d.weights.empty import folder_of
@@ -57,6 +59,27 @@ from fold3d.weights.parts import Parts
 
 _engines: WeakKeyDictionary[Module, weakref.ref[Engine]] = WeakKeyDictionary()
 """Of each model the one that has cut it, or is about to."""
+
+
+def _norm_of(given: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    """Returns the norm over all processes of gradients of which an engine's process has a part; None for others."""
+    numbers = set(map(id, given))
+    for engine in [found for one in _engines.values() if (found := one()) is not None and found.is_built]:
+        own = {id(one.grad) for one in engine._built().cut.parameters.values() if one.grad is not None}
+        if engine.topology.pp * engine.topology.tp == 1 or (numbers.isdisjoint(own) and own | numbers):
+            continue
+        if numbers != own or norm_type != 2:
+            raise ConfigError(
+                f"torch.nn.utils.clip_grad_norm_(norm_type={norm_type:g}) of {len(numbers)} gradients: this process "
+                f"has {len(own)} of the model's (pp={engine.topology.pp}, tp={engine.topology.tp}), and what all have "
+                "computes the L2 norm of all of them. Pass model.parameters() and norm_type=2, or call "
+                "engine.clip_grad_norm"
+            )
+        return engine.grad_norm()
+    return None
+
+
+ask_for_norms(_norm_of)
 
 
 class Engine(state.WholeState):
@@ -317,6 +340,8 @@ class Engine(state.WholeState):
         rank = self._built()
         if self.optimizer is not None and not replaces:
             raise ConfigError("this engine has an optimizer already")
+        if self.topology.world > 1:
+            refuse_others_parameters(optimizer, self.model)
         if self.optimizer is not None:
             self.flush()
         self.optimizer = optimizer

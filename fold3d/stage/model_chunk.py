@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from fold3d import _C
 from fold3d.comms.consistency import samples_of_values
@@ -22,6 +24,8 @@ from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
 from fold3d.tensor_parallel.random_draws import PerSampleRandom
 from fold3d.tensor_parallel.vocabulary import gathered
+
+logger = logging.getLogger(__name__)
 
 Run = Literal["only", "first", "again"]
 """Of a chunk with a micro-batch: its graph stays; it will run once more, for the graph; it does so."""
@@ -132,11 +136,13 @@ class PipelineChunk:
         turn_to: Callable[[int, bool], None] | None = None,
         is_end: bool = True,
         compares: bool = False,
+        own: Callable[[], Iterable[Parameter]] | None = None,
     ):
         """Args:
         is_last: whether it is the model's last, whose results leave the pipeline.
         is_end: whether it is the last one on this rank.
         compares: other ranks have the same micro-batches, and must call the model with the same values.
+        own: the model's parameters; what else losses depend on is told once. None: there is one process.
         once: of a model that is cut, or of a process that recomputes; None: this is the only chunk, and runs once.
         sharding: what is different where several ranks share its weights; None: nobody does.
         draws: where micro-batches may be parts of the user's; None: they are not.
@@ -151,6 +157,7 @@ class PipelineChunk:
         self._sharding = sharding
         self._once = once
         self._draws = draws
+        self._own = own if is_last else None
 
     def forward(
         self, micro_batch: MicroBatch, received: list[torch.Tensor], batch: _C.StashBatch | None = None
@@ -229,11 +236,28 @@ class PipelineChunk:
             return sent, None
         if micro_batch.trains:
             one_number(result)
+            if isinstance(result, Tensor):
+                self._tell_of_others(result)
         else:  # for code that not every rank of a tensor-parallel group runs
             result = gathered(result)
         if not isinstance(result, torch.Tensor):
             return [], result
         return [result, *(ends if run == "only" else ())], result.detach()
+
+    def _tell_of_others(self, loss: torch.Tensor) -> None:
+        own, self._own = self._own, None
+        if own is None:
+            return
+        known = set(map(id, own()))
+        others = [one for one in leaves_of(loss) if isinstance(one, Parameter) and id(one) not in known]
+        if others:
+            logger.warning(
+                "the loss depends on %s weights that are not the model's, the first of shape %s: each process has its "
+                "own copy of them, and nobody sums their gradients. Where they are trained, make them a part of the "
+                "model, whose forward uses them; else freeze them (requires_grad_(False))",
+                len(others),
+                list(others[0].shape),
+            )
 
     def _watched(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._sharding is None else self._sharding.watched(micro_batch)
@@ -245,6 +269,20 @@ class PipelineChunk:
     def reduce(self) -> None:
         """The last backward of this chunk is done."""
         self._sync.chunk_done(self.index)
+
+
+def leaves_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields what a value has been computed from and gradients are for."""
+    seen: set[Any] = set()
+    todo = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        todo += [one for one, _ in node.next_functions]
 
 
 def _saving(batch: _C.StashBatch | None) -> contextlib.AbstractContextManager[Any]:

@@ -181,7 +181,7 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
     check_separable(Coupled(groups[:1], lr=0.1), parts=True)
     with pytest.raises(ConfigError, match=r"Coupled gives other numbers for parameters together"):
         check_separable(Coupled(groups, lr=0.1), parts=False)
-    with pytest.raises(ConfigError, match=r"LBFGS cannot be stepped layer by layer"):
+    with pytest.raises(ConfigError, match=r"LBFGS keeps parameters in '_params'"):
         check_separable(torch.optim.LBFGS([Parameter(torch.ones(2))]), parts=False)
 
 

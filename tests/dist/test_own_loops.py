@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,8 +69,13 @@ def alone(
     prepare: Callable[[nn.Module], None] = lambda model: None,
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     dtype: torch.dtype = torch.float64,
+    between: Callable[[Any], None] = lambda loop: None,
 ) -> list[Tensor]:
-    """Returns the weights that a plain loop trains."""
+    """Returns the weights that a plain loop trains.
+
+    Args:
+        between: is given what has the optimizer, between steps.
+    """
     model = net(dtype)
     prepare(model)
     made = optimizer(model.parameters())
@@ -76,6 +84,7 @@ def alone(
             (loss_of(model, batch, mode) / 2).backward()
         made.step()
         made.zero_grad()
+        between(SimpleNamespace(optimizer=made))
     return weights(model)
 
 
@@ -235,7 +244,49 @@ class Around(Optimizer):
         self.base.step()
 
 
+class Decays(SGD):
+    """Decays weights behind the step of the class that it extends.
+
+    Args:
+        all_of_them: those without gradients, too.
+    """
+
+    def __init__(self, parameters: Any, *, all_of_them: bool) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.all_of_them, self.factor = all_of_them, 0.99
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.all_of_them or parameter.grad is not None:
+                    parameter.mul_(self.factor)
+
+
+class Keeps(SGD):
+    """Steps parameters that it keeps in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.flat = [one for group in self.param_groups for one in group["params"]]
+
+
+def with_another(parameters: Any) -> Optimizer:
+    """Of the model's weights and one of a loss function."""
+    return SGD([*parameters, nn.Parameter(torch.ones(3, dtype=torch.float64))], lr=0.1)
+
+
+def forgets(loop: Any) -> None:
+    loop.optimizer.state = defaultdict(dict)
+
+
+def sets_the_factor(loop: Any) -> None:
+    loop.optimizer.factor = 0.5
+
+
 sgd = functools.partial(SGD, lr=0.1, momentum=0.9)
+decays = functools.partial(Decays, all_of_them=False)
 adamw = functools.partial(AdamW, lr=0.01)
 adafactor = functools.partial(Adafactor, lr=0.01)
 
@@ -255,6 +306,12 @@ def together(dp_sync: str) -> dict[str, list[Tensor] | str]:
         "copies of flushed": lambda: Copies(flushes=True).run(dp_sync),
         "views": lambda: on_two(dp_sync, sgd, between=writes_to_views),
         "another": lambda: on_two(dp_sync, Around),
+        "decays": lambda: on_two(dp_sync, decays),
+        "decays all": lambda: on_two(dp_sync, functools.partial(Decays, all_of_them=True)),
+        "keeps": lambda: on_two(dp_sync, Keeps),
+        "of others": lambda: on_two(dp_sync, with_another),
+        "forgets": lambda: on_two(dp_sync, sgd, between=forgets),
+        "sets": lambda: on_two(dp_sync, decays, between=sets_the_factor),
         "complex": lambda: on_two(dp_sync, sgd, lambda model: model.register_parameter("z", _complex())),
     }
     if dp_sync == "early":
@@ -272,7 +329,19 @@ def _complex() -> nn.Parameter:
 @pytest.mark.gate(cases=2)
 @pytest.mark.parametrize("dp_sync", ["early", "zero1"])
 def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
-    wanted = {"hooks": alone(sgd, replaces), "inference": alone(adamw)}
+    SGD([nn.Parameter(torch.ones(1))])  # from now on steps of its own have hooks, also within those of others
+    wanted = {"hooks": alone(sgd, replaces), "inference": alone(adamw), "decays": alone(decays)}
+    if dp_sync == "early":
+        wanted["forgets"] = alone(sgd, between=forgets)
+    refused = {
+        "views": "was written to behind optimizer.step()",
+        "another": "Around has another optimizer do it ('base')",
+        "complex": "z is torch.complex128, and replicas",
+        "decays all": "Decays changes parameters, or keeps something of them, also in a step in which they have no",
+        "keeps": "Keeps keeps parameters in 'flat'",
+        "of others": "has a parameter of shape [3] that is not the model's",
+        "sets": "Decays.factor was set to 0.5 between two steps",
+    } | ({"forgets": "the optimizer's `state` was replaced"} if dp_sync == "zero1" else {})
     for found in ranks.run(together, 2, dp_sync):
         for name, expected in wanted.items():
             got = found[name]
@@ -285,9 +354,49 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
         for name, same in pairs:
             assert isinstance(found[name], list), found[name]
             assert all(torch.equal(*pair) for pair in zip(found[name], found[same], strict=True)), name
-        assert "was written to behind optimizer.step()" in found["views"], found["views"]
-        assert "Around has another optimizer do it ('base')" in found["another"], found["another"]
-        assert "z is torch.complex128, and replicas" in found["complex"], found["complex"]
+        for name, why in refused.items():
+            assert why in found[name], found[name]
+
+
+def clipped_by_torch(layout: dict[str, int]) -> tuple[list[list[Tensor]], str]:
+    """Returns the weights of each step of a loop that clips by torch's function, and what is said of some gradients."""
+    model = net()
+    config = ParallelConfig(segments=1, micro_batches=2, blocks="layers", **layout)  # type: ignore[arg-type]
+    engine = Engine(model, config, optimizer=sgd, example=batches(0)[0])
+    found, said = [], ""
+    for step in range(STEPS):
+        engine.run(batches(step), lambda module, batch: loss_of(module, batch, nullcontext) / 2)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+        found.append([engine.state_dict()["model"][name].clone() for name, _ in net().named_parameters()])
+        engine.optimizer.zero_grad()
+    engine.run(batches(0), lambda module, batch: loss_of(module, batch, nullcontext) / 2)
+    try:
+        nn.utils.clip_grad_norm_([next(one for one in model.parameters() if one.grad is not None)], 0.05)
+    except Fold3dError as error:
+        said = str(error)
+    engine.close()
+    return found, said
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("layout", [{"pp": 2}])
+def test_torchs_clipping_is_of_all_stages(ranks: RankPool, layout: dict[str, int]) -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    wanted = []
+    for step in range(STEPS):
+        for batch in batches(step):
+            (loss_of(model, batch, nullcontext) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(weights(model))
+    for found, said in ranks.run(clipped_by_torch, 2, layout):
+        for of_step, its in zip(found, wanted, strict=True):
+            assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(of_step, its, strict=True))
+        assert "clip_grad_norm_(norm_type=2) of 1 gradients: this process has" in said, said
 
 
 def test_sparse_gradients_in_one_process() -> None:
@@ -370,3 +479,28 @@ def test_buffers_that_are_not_plain_memory(ranks: RankPool) -> None:
             assert f"the buffer odd is {kind}" in found[kind], found[kind]
         of_replica_0 = [found[kind] for kind in ("inference", "inference, another", "float8")]
         assert of_replica_0 == ["1.0"] * 3, found
+
+
+def with_weights_of_its_own(trained: bool) -> list[str]:
+    """Returns what is said of a loss function that has a weight."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("fold3d.stage.model_chunk")
+    log.addHandler(handler)
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=trained)
+    engine = Engine(net(), ParallelConfig(dp=2, segments=1, blocks="layers"), optimizer=sgd, example=batches(0)[0])
+    for _ in range(2):
+        engine.run([batches(0)[0]], lambda module, batch: module(**batch).square().mean() * temperature)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+    engine.close()
+    log.removeHandler(handler)
+    return said
+
+
+@pytest.mark.gate
+def test_weights_of_a_loss_function_are_told_of(ranks: RankPool) -> None:
+    for said in ranks.run(with_weights_of_its_own, 2, True):
+        assert len(said) == 1 and "1 weights that are not the model's, the first of shape []" in said[0], said
+    assert ranks.run(with_weights_of_its_own, 2, False) == [[], []]

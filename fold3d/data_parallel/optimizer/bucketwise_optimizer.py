@@ -121,8 +121,13 @@ class BucketwiseOptimizer:
             return False
         settings, autocast = pending
         gradients = {k: view for k, view in enumerate(bucket.views) if bucket.used[k]}
+        now = self._optimizer.state
         with torch.inference_mode(False), autocast:
-            self.parts[bucket.number].step(gradients, settings)
+            try:  # who has put another one there meanwhile, to forget momentum, means the steps from now on
+                self._optimizer.state = now if self._watched is None else self._watched
+                self.parts[bucket.number].step(gradients, settings)
+            finally:
+                self._optimizer.state = now
         return True
 
     def check_unchanged(self) -> None:

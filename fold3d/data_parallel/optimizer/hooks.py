@@ -39,11 +39,11 @@ class OptimizerHooks:
         before: takes the gradients; the optimizer's own step then finds none and changes nothing.
         after: the optimizer's own step is over.
         """
-        self._optimizer = optimizer
+        self._optimizer, self._sync = optimizer, sync
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: flush()),
-            optimizer.register_load_state_dict_post_hook(lambda _: sync.split_state()),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
         self._switches = []
         for name in ("train", "eval"):  # of optimizers that keep other weights for evaluation
@@ -51,21 +51,48 @@ class OptimizerHooks:
                 setattr(optimizer, name, _after(flush, switch))
                 self._switches.append(name)
 
+        self._depth = 0  # of steps that call others, as super().step() is
+        self._seen = _plain_attributes(optimizer)
+
         def first(_: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._depth += 1
+            if self._depth > 1:
+                return
             _refuse_closure(args, named)
+            self._refuse_changed()
             before()
+
+        def last(*_: Any) -> None:
+            self._depth -= 1
+            if not self._depth:
+                self._seen = _plain_attributes(optimizer)
+                after()
 
         self._before = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
         self._after = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
         own = (
             optimizer.register_step_pre_hook(first),
-            optimizer.register_step_post_hook(lambda *_: after()),
+            optimizer.register_step_post_hook(last),
         )
         self._handles += own
         self._own = own[0].id, own[1].id
 
+    def _loaded(self, _: Optimizer) -> None:
+        self._seen = _plain_attributes(self._optimizer)
+        self._sync.split_state()
+
+    def _refuse_changed(self) -> None:
+        now = _plain_attributes(self._optimizer)
+        if changed := [name for name, value in now.items() if value != self._seen.get(name, value)]:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__}.{changed[0]} was set to {now[changed[0]]!r} between two steps, and "
+                "layers are stepped apart, by what the optimizer was made with: put settings that change into its "
+                "parameter groups, as torch's optimizers do"
+            )
+
     def put_innermost(self) -> None:
         """Lets hooks that were registered meanwhile run before and after the engine's."""
+        self._depth = 0  # of a step that has failed
         self._before.move_to_end(self._own[0])
         self._after.move_to_end(self._own[1], last=False)
 
@@ -80,6 +107,14 @@ class OptimizerHooks:
     def others_after(self) -> bool:
         """Whether the user has hooks after the step, which may read weights, too."""
         return len(self._after) > 1 or bool(_global_optimizer_post_hooks)
+
+
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple))
+    }
 
 
 def _refuse_closure(args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -64,16 +64,7 @@ def _check_separable(
     optimizer: Optimizer, name: str, draw: Callable[[], list[_Sample]], *, parts: bool, tp: int, on_host: bool
 ) -> int:
     why, instead = (f"tp={tp}", "set tp=1") if tp > 1 else ('dp_sync="zero1"', 'set dp_sync="early"')
-    held = next(
-        (name for name, one in vars(optimizer).items() if any(isinstance(o, Optimizer) for o in _each(one))), ""
-    )
-    if held:
-        where = "offload_optimizer=True" if on_host else "training in several processes, or with gradient_delay=1,"
-        raise ConfigError(
-            f"{where} steps layers, or parts of them, apart, but {name} has another optimizer do it ({held!r}), which "
-            f"steps all: {'set offload_optimizer=False' if on_host else 'use an optimizer that steps by itself'}, or "
-            "train in one process"
-        )
+    _refuse_attributes(optimizer, name, on_host=on_host)
     state_bytes = 0
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
@@ -83,7 +74,7 @@ def _check_separable(
             settings["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
         try:
             together = _tried(optimizer, settings, [draw()])
-            idle = _tried(optimizer, settings, [draw()], gradients=False)[1][0]
+            unmoved, (idle,), kept = _tried(optimizer, settings, [draw()], gradients=False)
         except Exception as error:
             if on_host:
                 raise ConfigError(
@@ -105,6 +96,12 @@ def _check_separable(
             raise ConfigError(
                 f"{name} gives other numbers for parameters together than for each alone, but with several stages or "
                 "replicas layers are stepped apart; use an optimizer that treats parameters independently"
+            )
+        if kept or not torch.equal(unmoved, torch.cat([sample[0].flatten() for sample in draw()])):
+            raise ConfigError(
+                f"{name} changes parameters, or keeps something of them, also in a step in which they have no "
+                "gradients, and it is stepped layer by layer here, besides a step of its own without gradients: leave "
+                "out parameters whose .grad is None, as torch's optimizers do"
             )
         (common,) = together[1]
         if counted := [key for key in common if not math.isclose(common[key], idle.get(key, math.nan), rel_tol=1e-4)]:
@@ -135,7 +132,29 @@ def _check_separable(
     return state_bytes
 
 
+def _refuse_attributes(optimizer: Optimizer, name: str, *, on_host: bool) -> None:
+    held = next(
+        (name for name, one in vars(optimizer).items() if any(isinstance(o, Optimizer) for o in _each(one))), ""
+    )
+    if held:
+        where = "offload_optimizer=True" if on_host else "training in several processes, or with gradient_delay=1,"
+        raise ConfigError(
+            f"{where} steps layers, or parts of them, apart, but {name} has another optimizer do it ({held!r}), which "
+            f"steps all: {'set offload_optimizer=False' if on_host else 'use an optimizer that steps by itself'}, or "
+            "train in one process"
+        )
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for attribute, one in vars(optimizer).items():
+        if attribute != "param_groups" and any(id(value) in stepped for value in _each(one)):
+            raise ConfigError(
+                f"{name} keeps parameters in {attribute!r}, besides its groups, and would step these where layers, or "
+                "parts of them, are stepped apart: use an optimizer whose step goes through its parameter groups"
+            )
+
+
 def _each(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
