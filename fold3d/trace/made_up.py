@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
@@ -47,6 +51,18 @@ def run_with_values(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValu
 
     with mode:
         return tree_map_only(_Place, fake, stand_in)
+
+
+def run_instead(module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+    """Returns what `run_with_values` does of a module whose forward has raised `error`, one of NEEDS_VALUES, in the
+    mode of the forward that is under way, with other numbers as well. Raises: `error` where that cannot be."""
+    mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
+    if mode is None:
+        raise error
+    try:
+        return run_with_values(module, args, kwargs, mode, twice=True)
+    except Exception as own:
+        raise error from own
 
 
 _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]

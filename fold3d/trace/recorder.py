@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -31,10 +31,10 @@ from fold3d.torch_private import storage_key
 from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
-from fold3d.trace.made_up import run_with_values
+from fold3d.trace.made_up import run_instead
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
 from fold3d.trace.state import SHARED_STATE, StateBehind, StateBetween, tensors_in
-from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
+from fold3d.trace.without_values import NEEDS_VALUES
 from fold3d.trace.wrappers import is_ours
 
 
@@ -138,9 +138,18 @@ class _Weight:
     last: int = 0
     written_by: str | None = None
     """"": the model's own code."""
+    moves: bool = False
+    """Each time that is written, not only once."""
 
 
 _aten = torch.ops.aten
+_SAME_AGAIN = frozenset(
+    (
+        *(_aten.zero_, _aten.fill_, _aten.clamp_, _aten.clamp_min_, _aten.clamp_max_, _aten.masked_fill_),
+        *(_aten.index_fill_, _aten.relu_, _aten.abs_, _aten.nan_to_num_, _aten.embedding_renorm_),
+    )
+)
+"""Operators that leave as it is what they have written before."""
 
 
 def flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -315,14 +324,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_with_values(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """The module that runs decides by values: runs it with some, and takes all that it was given for read."""
-        mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
-        if mode is None:
-            raise error
         self._read({self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)})
-        try:
-            result = run_with_values(module, args, kwargs, mode, twice=True)
-        except Exception as own:
-            raise error from own
+        result = run_instead(module, args, kwargs, error)
         assert self._made is not None
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -339,12 +342,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if buffers_of(module) != self._buffers:
             self._changing.add(name)
         self._hooked.append(self._hooks.end())
+        put = self._between.put()
+        kept = {id(tensor) for _, tensor in put}
+        # Who reads a copy has it from the block, and who reads the tensor itself from where the block has put it.
+        output = tree_map_only(Tensor, lambda leaf: leaf.clone() if id(leaf) in kept else leaf, output)
         output = self._return(output)
         self.outputs.append(output)
         self._block = self._made = None
         self._state.note()
-        for argument, tensor in self._between.put():
-            self.note_kept(f"'{argument}', with which '{name}' is called", tensor)
+        for holder, tensor in put:
+            self.note_kept(f"'{holder}', which '{name}' shares with other blocks", tensor)
         here = len(self.order) - 1
         self._going_on += [(first, here, what) for what, first in self._between.leave(here)]
         self.regions.append(RegionRecord())
@@ -419,7 +426,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in written:
             self._writes.written(key, self._region(), by)
             if key in self._names:
-                self._weight(key).written_by = "" if by is None else by.module
+                weight = self._weight(key)
+                weight.written_by = "" if by is None else by.module
+                weight.moves |= packet not in _SAME_AGAIN
         self._last.update(dict.fromkeys((*map(self._key, made), *written), self._region()))
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
@@ -540,7 +549,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reasons[border] = reasons[border] or SHARED_STATE.format(self.order[first], self.order[last], what)
         for key, weight in self._weights.items():
             name, writer = self._names[key][0], weight.written_by
-            if writer:
+            if writer and weight.moves:
+                moves = (
+                    f"each forward of '{writer}' changes the weight '{name}', and where the model is cut backwards of "
+                    "other micro-batches come behind it"
+                )
+                reasons[1:] = [reason or moves for reason in reasons[1:]]
+            elif writer:
                 for border in range(weight.first + 1, weight.last + 1):
                     reasons[border] = reasons[border] or (
                         f"the forward of '{writer}' writes to the weight '{name}', which is read before and after it: "

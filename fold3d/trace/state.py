@@ -443,11 +443,17 @@ class StateBetween:
         self._held = {id(tensor) for _, tensor in self._tensors()}
 
     def put(self) -> list[tuple[str, Tensor]]:
-        """Returns tensors that the block has put into what it was called with, each with the argument's name."""
+        """Returns tensors that the block has put into what it was called with, and into containers and objects that
+        several blocks have, each with the name of these."""
         return [(name, tensor) for name, tensor in self._tensors() if id(tensor) not in self._held]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for one, name in self._given.values() for tensor in tensors_in(one))
+        for one, name in (*self._given.values(), *self._shared):
+            held = [one]
+            if isinstance(one, nn.Module):
+                held = [value for key, value in attributes_of(one).items() if key not in OF_EVERY_MODULE]
+            for tensor in tensors_in(held):
+                yield name or type(one).__name__, tensor
 
     def enter(self) -> None:
         """A block runs next."""

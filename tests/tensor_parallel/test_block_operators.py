@@ -28,6 +28,24 @@ OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 """Of the whole input at first, later of the neurons, of which a rank has a part: the same operators in one order."""
 
 
+def _size(h: Tensor) -> Tensor:
+    return h.norm(dim=-1, keepdim=True)
+
+
+LIMITS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "limit": lambda x, h, limit: torch.where(_size(x) > limit, h * 0.5, h),
+    "limit of all": lambda x, h, limit: torch.where(_size(x) > limit, h * 0.5, h),
+    "limit in place": lambda x, h, limit: h * (1 - 0.5 * _size(x).detach().clone().gt_(limit)),
+    "limit of whole numbers": lambda x, h, limit: h / (1 + (_size(x) / limit).long()),
+    "limit of indices": lambda x, h, limit: (
+        h / (1 + torch.cat([_size(x), _size(x) * 0 + limit], -1).min(-1).indices)[..., None]
+    ),
+    "limit of a count": lambda x, h, limit: torch.where((x > 0).sum(-1, keepdim=True) > 31, 0.5 * h, h),
+    "parts of other widths": lambda x, h, limit: h * (h[..., ::2] > 0).repeat_interleave(2, -1),
+}
+"""Of a norm of the neurons, of which a rank has a part, and which the numbers of a proof do not reach."""
+
+
 class Block(nn.Module):
     """A feed-forward network, and what a batch, or somebody who sets `on`, can switch on in it."""
 
@@ -37,7 +55,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.on, self.limit = kind, False, 1e9
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.gate = nn.Linear(WIDTH, 4 * WIDTH) if kind == "either" else None
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH) if kind in ("either", "experts") else None
         self.register_buffer("seen", torch.zeros(4 * WIDTH) if kind == "buffer" else torch.zeros(()))
 
     def forward(self, x: Tensor, switched_on: Tensor) -> Tensor:
@@ -49,12 +67,20 @@ class Block(nn.Module):
             h = h + h.softmax(-1 if on else 1)
         if on and self.kind == "root":
             h = (h + 1).sqrt()
-        if self.kind in ("limit", "limit of all"):
-            size = (h if self.kind == "limit" else x).norm(dim=-1, keepdim=True)
-            h = torch.where(size > self.limit, h * 0.5, h)
+        if self.kind in LIMITS:
+            h = LIMITS[self.kind](x if self.kind == "limit of all" else h, h, self.limit)
+        if self.kind == "limit over tokens":
+            size = x.flatten(1).norm(dim=1)
+            x = x * (self.limit / size).clamp(max=1.0)[:, None, None]
+        if self.kind == "experts":
+            for expert in (self.up, self.gate):
+                chosen = (x.sum(-1, keepdim=True) > 0) == (expert is self.up)
+                if chosen.any():
+                    h = h + chosen * expert(x).tanh()  # type: ignore[misc]
         if on and self.kind == "buffer":
             h = h - self.seen
-        if self.gate is not None:  # both have the same neurons
+        if self.kind == "either":  # both have the same neurons
+            assert self.gate is not None
             a, b = h.tanh(), self.gate(x).relu().tanh()
             h = (b if on else a).square() + 0.1 * a.sin() + 0.1 * b.sin()
         y = self.down(h)
@@ -103,6 +129,13 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "mean, by an attribute": (lambda: train("mean", by_attribute=True), "aten::mean, aten::sub"),
     "mean, halves": (lambda: train("mean", tp_overlap="sub"), "aten::mean, aten::sub"),
     "limit": (lambda: train("limit", by_attribute=True), "each rank decides by something else (aten::gt of [2, 6, 1])"),
+    "limit in place": (lambda: train("limit in place"), "each rank decides by something else (aten::gt of [2, 6, 1])"),
+    "limit of whole numbers": (lambda: train("limit of whole numbers"), "decides by something else (aten::_to_copy"),
+    "limit of indices": (lambda: train("limit of indices"), "each rank decides by something else (aten::min of"),
+    "limit of a count": (lambda: train("limit of a count"), "cannot be divided"),
+    "limit over tokens": (lambda: train("limit over tokens", by_attribute=True), ""),
+    "parts of other widths": (lambda: train("parts of other widths"), ""),
+    "experts": (lambda: train("experts", tp_overlap="none"), ""),
     "limit of all": (lambda: train("limit of all", by_attribute=True), ""),
     "root": (lambda: train("root"), ""),
     "root, by an attribute": (lambda: train("root", by_attribute=True), ""),
@@ -140,6 +173,8 @@ def of_cases(names: list[str]) -> list[str]:
         ["mean", "mean, halves", "root, by an attribute", "root, halves"],
         ["mean of others", "mean of others, by an attribute", "mean of others, halves", "norm of others"],
         ["the same function of other dimensions", "over tokens", "limit", "limit of all"],
+        ["limit in place", "limit of whole numbers", "limit of indices", "limit of a count", "limit over tokens"],
+        ["parts of other widths", "experts"],
         ["cumsum of others", "topk of others", "either", "either, by an attribute"],
     ],
     ids="; ".join,

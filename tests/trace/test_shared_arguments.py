@@ -139,7 +139,7 @@ def test_tensors_that_a_block_puts_into_an_argument(puts: str) -> None:
     if puts == "nothing":
         Engine(model, CUT, example=batch).close()
         return
-    why = "it is no result of that module" if puts == "another" else "kept in 'argument 1', with which 'layers.0' is"
+    why = "kept in 'argument 1', which 'layers.0' shares" if puts == "input" else "it is no result of that module"
     with pytest.raises(ConfigError, match=why):
         Engine(model, CUT, example=batch).close()
 
@@ -227,11 +227,13 @@ class Padded(nn.Embedding):
         if self.way == "padding":
             with torch.no_grad():
                 self.weight[0].zero_()
+        elif self.way == "decay":
+            self.weight.data.mul_(0.9)
         return super().forward(ids)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("way", ["max_norm", "padding", "between"])
+@pytest.mark.parametrize("way", ["max_norm", "padding", "between", "decay"])
 def test_weights_that_a_forward_writes_to(way: str, tied: bool) -> None:
     model, reference = Writes(way, tied=tied).double(), Writes(way, tied=tied).double()
     reference.load_state_dict(model.state_dict())
@@ -246,8 +248,10 @@ def test_weights_that_a_forward_writes_to(way: str, tied: bool) -> None:
         engine.close()
         return found[-1]
 
-    if tied or way == "between":
-        why = "between its modules" if way == "between" else "the forward of 'embedding' writes to the weight"
+    if tied or way in ("between", "decay"):
+        why = "the forward of 'embedding' writes to the weight"
+        if way != "max_norm" and way != "padding":
+            why = "between its modules" if way == "between" else "each forward of 'embedding' changes the weight"
         with pytest.raises(ConfigError, match=why):
             run()
     else:
