@@ -368,7 +368,8 @@ class Engine(state.WholeState):
     ) -> torch.Tensor:
         """Runs forwards, backwards and gradient sums of one optimizer step; all ranks call.
 
-        Afterwards `.grad` of this rank's parameters is the mean over the replicas. With an attached optimizer, and
+        Afterwards `.grad` of this rank's parameters is the mean over the replicas, and what was there before is gone
+        (micro-batches of one step go into one `run`). With an attached optimizer, and
         several replicas or gradient_delay=1, gradients lie elsewhere: reading `.grad` then raises ConfigError, unless
         `reads_gradients`. The state of torch's global random generators does not change.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fold3d.errors import ConfigError, Fold3dError, TraceError
 from fold3d.sharding.plan import ShardingPlan
@@ -85,10 +86,24 @@ def _key(
     return text.hexdigest()
 
 
-def _plain(value: Any) -> list[tuple[str, Any]]:
-    """Returns the attributes of an object that are numbers and texts."""
+_PLAIN = (int, bool, float, str, type(None), torch.dtype)
+
+
+def _plain(value: Any) -> list[tuple[str, str]]:
+    """Returns the attributes of an object that are numbers, texts, containers of these, and functions, in words."""
     found = getattr(value, "__dict__", {})
-    return sorted((key, one) for key, one in found.items() if type(one) in (int, bool, float, str))
+    return sorted((key, text) for key, one in found.items() if (text := _text(one)))
+
+
+def _text(value: Any) -> str:
+    """Returns in words what `_plain` looks at, the same in each process; "" for others."""
+    if isinstance(value, FunctionType):
+        code, around = value.__code__, list[Any]()
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                around.append(cell.cell_contents)
+        return repr((code.co_code, code.co_names, [_text(one) for one in (*code.co_consts, *around)]))
+    return repr(value) if all(type(leaf) in _PLAIN for leaf in tree_leaves(value)) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,10 @@ class EvaluatingTrainer(CheckpointingTrainer):
     """The evaluating half of `fold3d.Trainer`: batches go through all chunks, results reach every rank."""
 
     _label_count: tuple[Any] | None = None
+    _has_stream = False
+    """Whether each process finds out by itself how many batches of the training there are."""
+    _collects = False
+    """Whether micro-batches of a step are being taken from it."""
     _evaluated = 0
     _loss_state: LossState
 
@@ -300,6 +304,18 @@ class EvaluatingTrainer(CheckpointingTrainer):
         self._evaluated = output.num_samples or 0
         return output
 
+    def _compare_counts(self, count: int) -> None:
+        """Raises: ConfigError on every process where a stream has ended on some and not on others."""
+        least, most = torch.tensor([count]), torch.tensor([-count])
+        for one in (least, most):
+            self.engine.world.all_reduce(one, torch.minimum)
+        if int(least) != -int(most):
+            raise ConfigError(
+                f"process {self.args.process_index} has {count} micro-batches for step {self.state.global_step + 1}, "
+                f"one of them {int(least)} and another {-int(most)}: a stream must be as long on all (one that is "
+                "divided by hand may not be). Repeat it, cut it to the shortest, or set max_steps to what that has"
+            )
+
     def _with_first_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns `metrics` with what process 0 found in it: the best model, its checkpoint and learning rates are
         chosen by them. A metric that is drawn at random, or tells a time, is another one on each."""
@@ -345,6 +361,8 @@ class EvaluatingTrainer(CheckpointingTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._label_count is not None:
             return self._label_count[0]
+        if self._collects:
+            self._compare_counts(len(batch_samples))
         return super()._get_num_items_in_batch(batch_samples, device)
 
 

@@ -244,7 +244,11 @@ class MeasuringTrainer(EvaluatingTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Returns the micro-batches of one optimizer step and the number of labels in them, over all replicas."""
         self._throughput.start(self.engine.setup_seconds)
-        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._collects = self._has_stream
+        try:
+            samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        finally:
+            self._collects = False
         name = getattr(self.model, "main_input_name", "input_ids")
         inputs = [
             batch[name]

@@ -23,8 +23,9 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import has_length, seed_worker
 
 from fold3d.checkpoint import OptimizerLayout, last_committed, manifest
 from fold3d.config import AUTO
@@ -295,6 +296,10 @@ class Trainer(SearchingTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         compare_arguments(self.args, self.engine.world)
         compare_lengths("the training", train_dataloader, self.engine.world)
+        is_indexed = has_length(train_dataloader) and not isinstance(
+            getattr(train_dataloader, "dataset", None), IterableDataset
+        )
+        self._has_stream = self.args.world_size > 1 and not is_indexed
         if self._is_empty and self.args.weights is None and not resume_from_checkpoint:
             raise ConfigError(
                 "the model was built on the meta device and has no values: set weights to the folder that they are in, "

@@ -3,15 +3,17 @@ sets. Who decides by the first decides alike, and the second is said before anyb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 import fold3d
 from fold3d.errors import ConfigError
 from tests.helpers.ranks import RankPool
-from tests.trainer.jobs import Job, stock_arguments, trainer_arguments
+from tests.trainer.jobs import Job, rows, stock_arguments, trainer_arguments
 
 
 def trainer_of(folder: str, *, named: dict[str, Any] | None = None, **arguments: Any) -> fold3d.Trainer:
@@ -75,3 +77,28 @@ def test_lengths_of_data_sets_are_compared(ranks: RankPool, tmp_path: Any) -> No
     for train, evaluation in ranks.run(of_other_lengths, 2, str(tmp_path)):
         assert "the number of batches of the training" in train and "rank 1" in train, train
         assert "the number of batches of the evaluation" in evaluation and "rank 1" in evaluation, evaluation
+
+
+class Stream(IterableDataset[Any]):
+    """Of as many samples as there are left after a division by hand."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(16 - 4 * dist.get_rank()))
+
+
+def of_a_stream(folder: str) -> str:
+    trainer = trainer_of(folder, named={"train_dataset": Stream()}, max_steps=20, eval_strategy="no")
+    trainer.accelerator.dispatch_batches = None
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        trainer.engine.close()
+    return "no error"
+
+
+@pytest.mark.gate
+def test_a_stream_that_ends_on_one_process(ranks: RankPool, tmp_path: Any) -> None:
+    for said in ranks.run(of_a_stream, 2, str(tmp_path), timeout=60):
+        assert "a stream must be as long on all" in said, said
