@@ -141,6 +141,15 @@ class _Weight:
     moves: bool = False
     """Each time that is written, not only once."""
 
+    def read(self, here: int) -> None:
+        """In a region, the last one so far."""
+        self.last = here
+
+    def write(self, by: str, *, moves: bool) -> None:
+        """Likewise."""
+        self.written_by = by
+        self.moves = self.moves or moves
+
 
 _aten = torch.ops.aten
 _SAME_AGAIN = frozenset(
@@ -426,9 +435,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in written:
             self._writes.written(key, self._region(), by)
             if key in self._names:
-                weight = self._weight(key)
-                weight.written_by = "" if by is None else by.module
-                weight.moves |= packet not in _SAME_AGAIN
+                self._weight(key).write("" if by is None else by.module, moves=packet not in _SAME_AGAIN)
         self._last.update(dict.fromkeys((*map(self._key, made), *written), self._region()))
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
@@ -505,7 +512,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns what is known of a parameter, which is read here, or written to."""
         here = self._region()
         found = self._weights.setdefault(key, _Weight(here))
-        found.last = here
+        found.read(here)
         return found
 
     def _count(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
