@@ -88,7 +88,6 @@ class Stream(IterableDataset[Any]):
 
 def of_a_stream(folder: str) -> str:
     trainer = trainer_of(folder, named={"train_dataset": Stream()}, max_steps=20, eval_strategy="no")
-    trainer.accelerator.dispatch_batches = None
     try:
         trainer.train()
     except ConfigError as error:
