@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
@@ -15,11 +13,10 @@ from torch.utils._pytree import arg_tree_leaves
 from fold3d.sharding.shard import Shard
 from fold3d.torch_private import StorageLabels
 from fold3d.trace.capture import example_for, run_forward, tied_groups
-from fold3d.trace.made_up import run_instead
+from fold3d.trace.made_up import run_by_itself
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
 from fold3d.trace.shadow import shadow_of
-from fold3d.trace.without_values import NEEDS_VALUES
 
 
 class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -51,8 +48,7 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in shadow.named_modules():
             module.register_forward_pre_hook(self._enter(name), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
-            if next(module.parameters(), None) is not None and not isinstance(module, torch.jit.ScriptModule):
-                module.forward = _by_itself(module)
+            run_by_itself(module)
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,20 +85,6 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if all(id(one) != parameter for one in holders):
                     self.elsewhere.setdefault(original, reader or "the model")
         return func(*args, **kwargs)
-
-
-def _by_itself(module: nn.Module) -> Callable[..., Any]:
-    """Returns the module's forward, which runs with values where it needs some, such as a router of experts."""
-    forward: Callable[..., Any] = module.forward
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except NEEDS_VALUES as error:
-            return run_instead(module, args, kwargs, error)
-
-    return run
 
 
 def watch_reads(model: nn.Module, trace: Trace, example: Mapping[str, Any] | None) -> VocabularyReads:

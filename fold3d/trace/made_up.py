@@ -6,7 +6,9 @@ nobody outside of the module but by what that returns, and the shapes of that do
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fold3d.errors import TraceError
 from fold3d.torch_private import StorageLabels, unwrap_call
 from fold3d.trace.coat import copy_without_coat
-from fold3d.trace.without_values import WithoutValues
+from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import drop_hooks
 
 MOST = 1 << 28
@@ -63,6 +65,23 @@ def run_instead(module: nn.Module, args: Any, kwargs: Any, error: Exception) -> 
         return run_with_values(module, args, kwargs, mode, twice=True)
     except Exception as own:
         raise error from own
+
+
+def run_by_itself(module: nn.Module, instead: Callable[[nn.Module, Any, Any, Exception], Any] = run_instead) -> None:
+    """Has a module with weights return what `instead(module, args, kwargs, error)` does where its forward needs values,
+    such as a router of experts."""
+    if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
+        return
+    forward: Callable[..., Any] = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except NEEDS_VALUES as error:
+            return instead(module, args, kwargs, error)
+
+    module.forward = run
 
 
 _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]

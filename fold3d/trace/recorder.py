@@ -13,7 +13,6 @@ writes into a tensor that the chunk received is written again, and what a module
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -31,7 +30,7 @@ from fold3d.torch_private import storage_key
 from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
-from fold3d.trace.made_up import run_instead
+from fold3d.trace.made_up import run_by_itself, run_instead
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
 from fold3d.trace.state import SHARED_STATE, StateBehind, StateBetween, tensors_in
 from fold3d.trace.without_values import NEEDS_VALUES
@@ -248,7 +247,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
             for module in list(model.get_submodule(block).modules())[1:]:
-                self._run_by_itself(module)  # before hooks see what it returns
+                run_by_itself(module, self._instead)  # before hooks see what it returns
         self._hooks = HookedResults(model, names, self._note_shown)
         self._install(model, names)
 
@@ -263,7 +262,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in outer_modules(model, blocks):
             module.register_forward_pre_hook(self._enter_outer(name, module), prepend=True)
             module.register_forward_hook(self._leave_outer, always_call=True)
-            self._run_by_itself(module)
+            run_by_itself(module, self._instead)
 
     # -- modules --
 
@@ -311,25 +310,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def _run_by_itself(self, module: nn.Module) -> None:
-        """Has a module with weights, in a block or around them, run with values where it needs some, unless hooks of
-        modules inside of it may hand on what these return."""
-        if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
-            return  # modules without weights that lie around the blocks run again in later chunks
-        forward: Callable[..., Any] = module.forward
-
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            except NEEDS_VALUES as error:
-                inner = (one for one in module.modules() if one is not module)
-                hooked = any(not is_ours(hook) for one in inner for hook in one._forward_hooks.values())
-                if hooked or self._made is None:
-                    raise
-                return self._run_with_values(module, args, kwargs, error)
-
-        module.forward = run
+    def _instead(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A module that needs values runs with some, unless hooks of modules inside of it may hand on what these
+        return. Those without weights that lie around the blocks run again in later chunks."""
+        inner = (one for one in module.modules() if one is not module)
+        hooked = any(not is_ours(hook) for one in inner for hook in one._forward_hooks.values())
+        if hooked or self._made is None:
+            raise error
+        return self._run_with_values(module, args, kwargs, error)
 
     def _run_with_values(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """The module that runs decides by values: runs it with some, and takes all that it was given for read."""
