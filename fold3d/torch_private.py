@@ -55,17 +55,31 @@ class StorageLabels(Generic[T]):
         return list(self._labels.values())
 
 
-def ask_for_norms(ask: Callable[[list[Tensor], float], Tensor | None]) -> None:
-    """Has `torch.nn.utils.clip_grad_norm_` take what `ask(gradients, norm_type)` returns for the norm, also where it
-    was imported before; None: it computes the norm itself."""
+def ask_for_norms(ask: Callable[[list[Tensor] | None, list[Tensor], float], Tensor | None]) -> None:
+    """Has torch.nn.utils' `clip_grad_norm_`, also where it was imported before, and `get_total_norm` take what
+    `ask(parameters, gradients, norm_type)` returns for the norm; None: they compute it. `get_total_norm` knows of no
+    parameters."""
     own = clip_grad._get_total_norm
 
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **named: Any) -> Any:
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Any:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        found = ask(gradients, float(norm_type))
-        return own(gradients, norm_type, *args, **named) if found is None else found
+        caller = sys._getframe(1)
+        clips = caller.f_code.co_name == "clip_grad_norm_" and caller.f_globals is vars(clip_grad)
+        found = ask(caller.f_locals["parameters"] if clips else None, gradients, float(norm_type))
+        if found is None:
+            return own(gradients, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite and not bool(found.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        return found
 
     clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
 
 
 def in_backward() -> bool:

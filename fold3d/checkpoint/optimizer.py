@@ -269,7 +269,7 @@ def _beside(key: str, read: tuple[Any, bool], parameter: Parameter, on_host: boo
         return like_parameter(key, value, parameter, copy=not isinstance(value, Tensor))
     with host_memory():
         made = like_parameter(key, value, parameter, on_host=True)
-        if not isinstance(made, Tensor) or key == "step":
+        if not isinstance(made, Tensor) or key == "step" or not made.ndim:
             return made
         # The dtype that torch's optimizers give a state that they load.
         return OnHost(made.to(parameter.dtype) if parameter.is_floating_point() else made)

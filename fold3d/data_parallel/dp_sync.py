@@ -19,7 +19,8 @@ With gradient_delay=1 norm and update are of gradients of the step before, which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -400,6 +401,11 @@ class DpSync(GradientSync):
         """Keeps this rank's part of a state that was loaded, or put together and changed, whole in the optimizer."""
         if self._optimizer is not None:
             self._optimizer.split_state()
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """See GradientSync."""
+        for part in self._optimizer.parts if self._optimizer is not None else ():
+            part.set_attributes(values)
 
     def check_trainable(self) -> None:
         """Raises ConfigError when a parameter is trained whose gradients nobody sums over the replicas."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -87,6 +88,9 @@ class GradientSync:
 
     def split_state(self) -> None:
         """The whole state is in the optimizer: it was loaded, or collected and perhaps changed."""
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Attributes of the attached optimizer were set between two steps."""
 
     def take_records(self) -> list[RawRecord]:
         """Returns transfers and waits since the last call."""

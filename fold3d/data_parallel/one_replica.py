@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class OneReplica(GradientSync):
         """It stays whole, where it belongs."""
         if self._host is not None:
             self._host.own_state()
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """See GradientSync."""
+        if self._host is not None:
+            self._host.set_attributes(values)
 
     def close(self) -> None:
         """The optimizer may go on by itself."""

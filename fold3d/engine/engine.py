@@ -61,21 +61,37 @@ _engines: WeakKeyDictionary[Module, weakref.ref[Engine]] = WeakKeyDictionary()
 """Of each model the one that has cut it, or is about to."""
 
 
-def _norm_of(given: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Returns the norm over all processes of gradients of which an engine's process has a part; None for others."""
-    numbers = set(map(id, given))
-    for engine in [found for one in _engines.values() if (found := one()) is not None and found.is_built]:
-        own = {id(one.grad) for one in engine._built().cut.parameters.values() if one.grad is not None}
-        if engine.topology.pp * engine.topology.tp == 1 or (numbers.isdisjoint(own) and own | numbers):
+def _norm_of(parameters: list[torch.Tensor] | None, given: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    """Returns the norm over all processes of gradients of which an engine's process has a part; None for others, and
+    for those of parameters of one stage, which are here or nowhere. All of its processes call with the same parameters.
+
+    Raises: ConfigError, on all of them, for others.
+    """
+    for engine in [found for one in _engines.values() if (found := one()) is not None]:
+        topology = engine.topology
+        if engine._rank is None or topology.pp * topology.tp == 1:
             continue
-        if numbers != own or norm_type != 2:
+        own = {id(one): one for one in engine._rank.cut.parameters.values()}
+        if parameters is None:
+            asks = not {id(one.grad) for one in own.values()}.isdisjoint(map(id, given))
+        else:
+            asked = set(map(id, parameters))
+            if asked and asked.isdisjoint(own) and asked.isdisjoint(map(id, engine.model.parameters())):
+                continue
+            trained = {number for number, one in own.items() if one.requires_grad}
+            told = torch.tensor([asked >= trained, not asked.isdisjoint(own)], dtype=torch.int64)
+            engine.world.all_reduce(told)
+            have_all, have_some = told.tolist()
+            if have_all == topology.world and norm_type == 2:
+                return engine.grad_norm()
+            asks = have_all == topology.world or have_some > (0 if topology.tp > 1 else topology.dp)
+        if asks:
             raise ConfigError(
-                f"torch.nn.utils.clip_grad_norm_(norm_type={norm_type:g}) of {len(numbers)} gradients: this process "
-                f"has {len(own)} of the model's (pp={engine.topology.pp}, tp={engine.topology.tp}), and what all have "
-                "computes the L2 norm of all of them. Pass model.parameters() and norm_type=2, or call "
-                "engine.clip_grad_norm"
+                f"a norm (norm_type={norm_type:g}) of gradients of which this process has a part (pp={topology.pp}, "
+                f"tp={topology.tp}): all processes together compute the L2 norm of all of the model's. Call "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), or engine.clip_grad_norm and "
+                "engine.grad_norm"
             )
-        return engine.grad_norm()
     return None
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from types import FunctionType
+from functools import cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -95,14 +95,23 @@ def _plain(value: Any) -> list[tuple[str, str]]:
     return sorted((key, text) for key, one in found.items() if (text := _text(one)))
 
 
-def _text(value: Any) -> str:
-    """Returns in words what `_plain` looks at, the same in each process; "" for others."""
+def _text(value: Any, under_way: tuple[int, ...] = ()) -> str:
+    """Returns in words what `_plain` looks at; "" for others. A callable that words do not tell from others has a
+    number of its own."""
+    if id(value) in under_way:
+        return ""
+    inside = partial(_text, under_way=(*under_way, id(value)))
+    if isinstance(value, CodeType):
+        return repr((value.co_code, value.co_names, *map(inside, value.co_consts)))
     if isinstance(value, FunctionType):
-        code, around = value.__code__, list[Any]()
+        around = list[Any]()
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 around.append(cell.cell_contents)
-        return repr((code.co_code, code.co_names, [_text(one) for one in (*code.co_consts, *around)]))
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return repr([inside(one) or f"{type(one)} {id(one)}" for one in (value.__code__, *around, *given)])
+    if callable(value) and not isinstance(value, (nn.Module, type)):
+        return f"{type(value)} {id(value)}"
     return repr(value) if all(type(leaf) in _PLAIN for leaf in tree_leaves(value)) else ""
 
 

@@ -30,6 +30,7 @@ from fold3d.tensor_parallel.random_draws import PartialDraws
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import paths_of
 from fold3d.tensor_parallel.weight_reads import Reads
+from fold3d.torch_private import StorageLabels
 from fold3d.trace.coat import Coat
 
 _Difference = tuple[int, str, Tensor | None, Tensor | None]
@@ -153,20 +154,28 @@ _ROUGH = 1e-6
 is far away."""
 _NOISE = 1e-12
 """What is left of numbers that cancel, relative to the largest."""
-_DECIDING = frozenset(
+_MASKED = 1e9
+"""Larger numbers mask others."""
+_EACH = frozenset(
     (
         *("gt", "lt", "ge", "le", "eq", "ne", "isinf", "isnan", "isfinite", "sign", "sgn", "signbit", "heaviside"),
-        *("logical_and", "logical_not", "logical_or", "logical_xor", "any", "all", "is_nonzero", "item"),
-        *("_local_scalar_dense", "nan_to_num", "copysign", "round", "floor", "ceil", "trunc", "frac", "floor_divide"),
-        *("fmod", "remainder", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "fmin", "fmax", "relu"),
-        *("hardtanh", "hardsigmoid", "hardswish", "threshold", "softshrink", "hardshrink", "renorm", "sort", "topk"),
-        *("kthvalue", "median", "nanmedian", "quantile", "mode", "max", "min", "cummax", "cummin", "argmax", "argmin"),
-        *("argsort", "nonzero", "bucketize", "searchsorted", "histc", "bincount", "nansum"),
+        *("logical_and", "logical_not", "logical_or", "logical_xor", "nan_to_num", "copysign", "round", "floor"),
+        *("ceil", "trunc", "frac", "floor_divide", "fmod", "remainder", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *("maximum", "fmin", "fmax", "relu", "hardtanh", "hardsigmoid", "hardswish", "threshold", "softshrink"),
+        *("hardshrink", "bucketize", "searchsorted"),
     )
 )
-"""Operators that decide by values, or have the same result for a range of them; so do all that make something else than
-floating point of it. By NaN nobody sees what their results depend on; and a limit that the numbers of a proof do not
-reach is one that they do not show."""
+"""Operators that decide number by number, or have the same result for a range of them."""
+_OF_MANY = frozenset(
+    (
+        *("any", "all", "is_nonzero", "item", "_local_scalar_dense", "renorm", "sort", "topk", "kthvalue", "median"),
+        *("nanmedian", "quantile", "mode", "max", "min", "amax", "amin", "aminmax", "cummax", "cummin", "argmax"),
+        *("argmin", "argsort", "nonzero", "histc", "bincount", "nansum", "count_nonzero"),
+    )
+)
+"""Operators that decide by many numbers, along a dimension or all."""
+_COUNTING = frozenset(("sum", "mean", "prod", "cumsum"))
+"""Likewise of what has been decided."""
 
 
 def prove(call: CapturedCall, split: BlockSplit, tp: int, training: bool = False, used: Used | None = None) -> str:
@@ -240,12 +249,24 @@ def _prove(
     return wrong, proof.summed
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a deciding operator was given."""
+
+    tensor: Tensor
+    dims: tuple[int, ...] | None
+    """The dimensions along which it looks at many numbers; None: all."""
+
+
 class _Decisions(TorchDispatchMode):
-    """By what a run decides: what deciding operators are given, of one rank or the whole."""
+    """By what a run decides, of one rank or the whole: what deciding operators are given, and all that make something
+    else than floating point of it. By NaN nobody sees what their results depend on; and a limit that the numbers of a
+    proof do not reach is one that they do not show."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given: dict[str, list[Tensor]] = {}
+        self._given: dict[str, list[_Given]] = {}
+        self._decided = StorageLabels[bool]()  # made of nothing else than decisions
 
     def __bool__(self) -> bool:
         return bool(self._given)
@@ -260,28 +281,49 @@ class _Decisions(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__.rstrip("_")
-        decides = name in _DECIDING or kwargs.get("rounding_mode") is not None
-        given = [one.detach() for one in args if isinstance(one, Tensor)]
+        given = [one.detach() for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        are_decided = bool(given) and all(map(self._is_decided, given))
+        of_many = name in _OF_MANY or (name in _COUNTING and are_decided)
+        decides = of_many or name in _EACH or kwargs.get("rounding_mode") is not None
         if decides and func._schema.is_mutable:
             given = [one.clone() for one in given]
         made = func(*args, **kwargs)
+        results = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
         if not decides:
-            given = [one for one in given if one.is_floating_point()]
-            results = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-            decides = bool(given) and bool(results) and not all(one.is_floating_point() for one in results)
+            floats = [one for one in given if one.is_floating_point()]
+            decides = bool(floats and results) and not all(one.is_floating_point() for one in results)
+            given = floats if decides else given
         if decides:
-            self._given.setdefault(name, []).extend(one.clone().double() for one in given)
+            dims = _dims(func, args, kwargs) if of_many else ()
+            self._given.setdefault(name, []).extend(_Given(one.clone().double(), dims) for one in given)
+        for one in results:
+            if are_decided or not one.is_floating_point():
+                self._decided[one] = True
         return made
+
+    def _is_decided(self, tensor: Tensor) -> bool:
+        return not tensor.is_floating_point() or self._decided.get(tensor) is True
 
     def differ_from(self, rank: _Decisions) -> str:
         """Returns by what a rank decides that is neither what the whole decides by nor a part of it; "" where there is
         nothing."""
         for name, given in rank._given.items():
             for mine in given:
-                found = [one for one in self._given.get(name, ()) if _holds(one.shape, mine.shape)]
-                if found and not any(_is_part(mine, one) for one in found):
-                    return f"each rank decides by something else (aten::{name} of {list(mine.shape)})"
+                shape = mine.tensor.shape
+                found = [one for one in self._given.get(name, ()) if _holds(one.tensor.shape, shape)]
+                if found and not any(_is_part(mine, one.tensor) for one in found):
+                    return f"each rank decides by something else (aten::{name} of {list(shape)})"
         return ""
+
+
+def _dims(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name != "dim":
+            continue
+        dim = args[number] if number < len(args) else kwargs.get("dim", argument.default_value)
+        dims = dim if isinstance(dim, (list, tuple)) else [] if dim is None else [dim]
+        return tuple(one % max(1, args[0].dim()) for one in dims) or None
+    return None
 
 
 def _holds(whole: torch.Size, part: torch.Size) -> bool:
@@ -289,32 +331,40 @@ def _holds(whole: torch.Size, part: torch.Size) -> bool:
     return len(whole) == len(part) and sum(a != b for a, b in zip(whole, part, strict=True)) <= 1
 
 
-def _is_part(part: Tensor, whole: Tensor) -> bool:
-    """Whether each slice of a tensor is one of the other's, along the dimension in which their sizes differ."""
+def _is_part(given: _Given, whole: Tensor) -> bool:
+    """Whether each slice of a tensor is one of the whole's, along the dimension in which their sizes differ, and nobody
+    looks at many of them."""
+    part = given.tensor
     if part.shape == whole.shape:
         return not _others(part, whole)
     dim = next(dim for dim, size in enumerate(part.shape) if size != whole.shape[dim])
+    if given.dims is None or dim in given.dims:
+        return False
     mine, its = (one.movedim(dim, 0).reshape(one.shape[dim], -1) for one in (part, whole))
     if len(mine) > len(its):
         return False
     draw = torch.Generator().manual_seed(_SEED)
     # Equal slices have equal sums with weights drawn at random.
     weights = torch.randn(mine.shape[1], dtype=torch.float64, generator=draw)
-    sums, places = (its.nan_to_num() @ weights).sort()
-    wanted = mine.nan_to_num() @ weights
+    sums, places = (_bounded(its) @ weights).sort()
+    wanted = _bounded(mine) @ weights
     above = torch.searchsorted(sums, wanted).clamp(max=len(its) - 1)
     below = (above - 1).clamp(min=0)
     nearest = torch.where((sums[above] - wanted).abs() < (sums[below] - wanted).abs(), above, below)
     return not _others(mine, its[places[nearest]])
 
 
+def _bounded(numbers: Tensor) -> Tensor:
+    return numbers.nan_to_num(0.0, 1.0, -1.0).clamp(-_MASKED, _MASKED)
+
+
 def _others(found: Tensor, expected: Tensor) -> bool:
-    finite = expected.isfinite()
-    if bool((found.isfinite() != finite).any()):
+    usual = expected.abs() < _MASKED  # neither is NaN
+    if not torch.equal(found.abs() < _MASKED, usual):
         return True
-    numbers = expected[finite]
-    noise = _NOISE * max(1.0, float(numbers.abs().max())) if numbers.numel() else 0.0
-    return bool(((found[finite] - numbers).abs() > _ROUGH * numbers.abs() + noise).any())
+    largest = float(expected[usual].abs().max()) if bool(usual.any()) else 0.0
+    difference = (found[usual] - expected[usual]).abs() > _ROUGH * expected[usual].abs() + _NOISE * max(1.0, largest)
+    return bool(difference.any()) or not torch.allclose(found[~usual], expected[~usual], equal_nan=True)
 
 
 class _Proof:

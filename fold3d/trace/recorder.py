@@ -154,7 +154,7 @@ _aten = torch.ops.aten
 _SAME_AGAIN = frozenset(
     (
         *(_aten.zero_, _aten.fill_, _aten.clamp_, _aten.clamp_min_, _aten.clamp_max_, _aten.masked_fill_),
-        *(_aten.index_fill_, _aten.relu_, _aten.abs_, _aten.nan_to_num_, _aten.embedding_renorm_),
+        *(_aten.index_fill_, _aten.relu_, _aten.abs_, _aten.nan_to_num_, _aten.embedding_renorm_, _aten.renorm_),
     )
 )
 """Operators that leave as it is what they have written before."""
@@ -223,6 +223,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: dict[Token, tuple[int, str]] = {}
         self._names: dict[int, list[str]] = {}
         self._weights: dict[int, _Weight] = {}
+        self._trained: set[int] = set()  # backwards are for these
         self._tokens: dict[int, frozenset[Token]] = {}
         self._computed: dict[int, int] = {}  # in which regions the model's own code has made memory
         self._last: dict[int, int] = {}  # in which regions memory was made or written last
@@ -254,6 +255,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _install(self, model: nn.Module, blocks: list[str]) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(self._key(parameter), []).append(name)
+            if parameter.requires_grad:
+                self._trained.add(self._key(parameter))
         for name in blocks:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(self._enter_block(name), prepend=True)
@@ -342,7 +345,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         put = self._between.put()
         kept = {id(tensor) for _, tensor in put}
         # Who reads a copy has it from the block, and who reads the tensor itself from where the block has put it.
-        output = tree_map_only(Tensor, lambda leaf: leaf.clone() if id(leaf) in kept else leaf, output)
+        if any(id(leaf) in kept for leaf in tree_leaves(output)):
+            output = tree_map_only(Tensor, lambda leaf: leaf.clone() if id(leaf) in kept else leaf, output)
         output = self._return(output)
         self.outputs.append(output)
         self._block = self._made = None
@@ -423,7 +427,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in written:
             self._writes.written(key, self._region(), by)
             if key in self._names:
-                self._weight(key).write("" if by is None else by.module, moves=packet not in _SAME_AGAIN)
+                self._weight(key).write(
+                    "" if by is None else by.module, moves=key in self._trained and packet not in _SAME_AGAIN
+                )
         self._last.update(dict.fromkeys((*map(self._key, made), *written), self._region()))
         if self._made is not None:
             if mutable and not all(self._made in self._tokens.get(key, _NO_TOKENS) for key in keys):
@@ -546,8 +552,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name, writer = self._names[key][0], weight.written_by
             if writer and weight.moves:
                 moves = (
-                    f"each forward of '{writer}' changes the weight '{name}', and where the model is cut backwards of "
-                    "other micro-batches come behind it"
+                    f"each forward of '{writer}' changes the weight '{name}' in place, and where the model is cut "
+                    "backwards of other micro-batches come behind it; assign weight.data, or change it between steps"
                 )
                 reasons[1:] = [reason or moves for reason in reasons[1:]]
             elif writer:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -320,9 +321,11 @@ class EvaluatingTrainer(CheckpointingTrainer):
         """Returns `metrics` with what process 0 found in it: the best model, its checkpoint and learning rates are
         chosen by them. A metric that is drawn at random, or tells a time, is another one on each."""
         if self.engine.topology.world > 1:
-            first = dict(self.engine.world.share(metrics, timeout=self.args.ddp_timeout))
+            mine = {name: value for name, value in metrics.items() if _is_pickled(value)}
+            first, names = self.engine.world.share((mine, [*metrics]), timeout=self.args.ddp_timeout)
+            found = {name: first.get(name, metrics.get(name)) for name in names}
             metrics.clear()
-            metrics.update(first)
+            metrics.update(found)
         return metrics
 
     def predict(self, *args: Any, **named: Any) -> Any:
@@ -364,6 +367,14 @@ class EvaluatingTrainer(CheckpointingTrainer):
         if self._collects:
             self._compare_counts(len(batch_samples))
         return super()._get_num_items_in_batch(batch_samples, device)
+
+
+def _is_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object of the user's raises
+        return False
+    return True
 
 
 class EngineModel:

@@ -242,6 +242,10 @@ class BucketOptimizer:
             tensor.sub_(update if before is None else update - before)
             state[_UPDATE_BEFORE] = update
 
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Attributes of the user's optimizer, plain ones, were set between two steps."""
+        vars(self.twin).update({name: copy.copy(value) for name, value in values.items()})
+
     def memory(self) -> AbstractContextManager[None]:
         """Returns the context in which tensors of the state are made."""
         return contextlib.nullcontext() if self._copies is None else host_memory()
@@ -318,6 +322,7 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     # These in the instance are wrappers around the original's, by a learning rate schedule and by OptimizerHooks.
     vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in ("step", "train", "eval")})
     twin.state = defaultdict(dict)
+    twin.defaults = dict(optimizer.defaults)  # who changes them means later steps
     twin.param_groups = groups
     manager = getattr(twin, "mng", None)
     if hasattr(manager, "index2config"):  # bitsandbytes': settings of single parameters, by their place in the groups

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fold3d.errors import ConfigError
+from fold3d.trace.state import OTHER, plain, same, tensors_in
 
 
 class KeepsState(Protocol):
@@ -20,6 +21,9 @@ class KeepsState(Protocol):
 
     def split_state(self) -> None:
         """A whole state was loaded."""
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Attributes of the optimizer were set."""
 
 
 class OptimizerHooks:
@@ -39,7 +43,7 @@ class OptimizerHooks:
         before: takes the gradients; the optimizer's own step then finds none and changes nothing.
         after: the optimizer's own step is over.
         """
-        self._optimizer, self._sync = optimizer, sync
+        self._optimizer, self._sync, self._flush = optimizer, sync, flush
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: sync.before_state_dict()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: flush()),
@@ -59,7 +63,7 @@ class OptimizerHooks:
             if self._depth > 1:
                 return
             _refuse_closure(args, named)
-            self._refuse_changed()
+            self._take_changed()
             before()
 
         def last(*_: Any) -> None:
@@ -81,14 +85,13 @@ class OptimizerHooks:
         self._seen = _plain_attributes(self._optimizer)
         self._sync.split_state()
 
-    def _refuse_changed(self) -> None:
+    def _take_changed(self) -> None:
+        """What was set between two steps is set for layers that are stepped apart, too."""
         now = _plain_attributes(self._optimizer)
-        if changed := [name for name, value in now.items() if value != self._seen.get(name, value)]:
-            raise ConfigError(
-                f"{type(self._optimizer).__name__}.{changed[0]} was set to {now[changed[0]]!r} between two steps, and "
-                "layers are stepped apart, by what the optimizer was made with: put settings that change into its "
-                "parameter groups, as torch's optimizers do"
-            )
+        changed = {name: now[name] for name, value in self._seen.items() if name in now and not same(now[name], value)}
+        if changed:
+            self._flush()
+            self._sync.set_attributes(changed)
 
     def put_innermost(self) -> None:
         """Lets hooks that were registered meanwhile run before and after the engine's."""
@@ -109,12 +112,18 @@ class OptimizerHooks:
         return len(self._after) > 1 or bool(_global_optimizer_post_hooks)
 
 
+_NOT_SET = frozenset(
+    (
+        *("state", "param_groups", "_opt_called", "_step_count", "_zero_grad_profile_name"),
+        "_warned_capturable_if_run_uncaptured",
+    )
+)
+"""Attributes that are looked at elsewhere, and those that torch sets for itself."""
+
+
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple))
-    }
+    found = ((name, plain(value)) for name, value in vars(optimizer).items() if name not in _NOT_SET)
+    return {name: value for name, value in found if value is not OTHER and not any(True for _ in tensors_in(value))}
 
 
 def _refuse_closure(args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -50,6 +51,11 @@ class HostSteps:
         """Brings a state that was loaded to the host."""
         for part in self._parts:
             part.own_state()
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """See `BucketOptimizer`."""
+        for part in self._parts:
+            part.set_attributes(values)
 
     def step(self) -> list[tuple[Parameter, Tensor]]:
         """Steps the parameters with their gradients in `.grad`, which it takes away, with the settings of now.

@@ -153,8 +153,6 @@ def _refuse_attributes(optimizer: Optimizer, name: str, *, on_host: bool) -> Non
 
 
 def _each(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return [*value.values()]
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
