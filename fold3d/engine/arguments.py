@@ -147,7 +147,7 @@ def refuse_two_in_one(model: Module) -> None:
 def refuse_others_parameters(optimizer: Optimizer, model: Module) -> None:
     """Raises ConfigError for an optimizer that steps parameters which are not the model's, such as weights of a loss
     function: each process has its own copy of them, and nobody sums their gradients."""
-    own = set(map(id, model.parameters()))
+    own = {number for one in model.parameters() for number in (id(one), getattr(one, "stood_before", 0))}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in own and parameter.numel():

@@ -118,9 +118,11 @@ class MissingWeight(_Missing, nn.Parameter):
     Attributes:
         weight: its name in the model, for messages.
         trainable: whether it is trained where it lies.
+        stood_before: the number (`id`) of the parameter in whose place it is, which an optimizer may still have.
     """
 
     trainable: bool
+    stood_before: int
 
     def __new__(cls, parameter: nn.Parameter, name: str) -> MissingWeight:
         whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
@@ -130,6 +132,7 @@ class MissingWeight(_Missing, nn.Parameter):
         if compound:
             mark_compound(made)
         made.call_it(name)
+        made.stood_before = getattr(parameter, "stood_before", id(parameter))
         made.trainable = getattr(parameter, "trainable", parameter.requires_grad)
         return made
 

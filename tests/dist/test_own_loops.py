@@ -361,8 +361,10 @@ def test_on_two_replicas(ranks: RankPool, dp_sync: str) -> None:
 def clipped_by_torch(layout: dict[str, int]) -> tuple[list[list[Tensor]], str]:
     """Returns the weights of each step of a loop that clips by torch's function, and what is said of some gradients."""
     model = net()
+    optimizer = sgd(model.parameters())  # before stages have let go of each other's
     config = ParallelConfig(segments=1, micro_batches=2, blocks="layers", **layout)  # type: ignore[arg-type]
-    engine = Engine(model, config, optimizer=sgd, example=batches(0)[0])
+    engine = Engine(model, config, example=batches(0)[0])
+    engine.attach(optimizer)
     found, said = [], ""
     for step in range(STEPS):
         engine.run(batches(step), lambda module, batch: loss_of(module, batch, nullcontext) / 2)
