@@ -253,7 +253,8 @@ class Decays(SGD):
 
     def __init__(self, parameters: Any, *, all_of_them: bool) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.all_of_them, self.factor = all_of_them, 0.99
+        self.all_of_them = all_of_them
+        self.factor: float | None = 0.99
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -261,7 +262,7 @@ class Decays(SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.all_of_them or parameter.grad is not None:
-                    parameter.mul_(self.factor)
+                    parameter.mul_(1.0 if self.factor is None else self.factor)
 
 
 class Keeps(SGD):
@@ -282,7 +283,7 @@ def forgets(loop: Any) -> None:
 
 
 def sets_the_factor(loop: Any) -> None:
-    loop.optimizer.factor = 0.5
+    loop.optimizer.factor = 0.5 if loop.optimizer.factor != 0.5 else None
 
 
 sgd = functools.partial(SGD, lr=0.1, momentum=0.9)

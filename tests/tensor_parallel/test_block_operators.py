@@ -32,6 +32,12 @@ def _size(h: Tensor) -> Tensor:
     return h.norm(dim=-1, keepdim=True)
 
 
+def _masked(numbers: Tensor) -> Tensor:
+    """Without the first token."""
+    first = torch.arange(numbers.shape[1])[:, None] == 0
+    return numbers.masked_fill(first, torch.finfo(torch.float32).min)
+
+
 LIMITS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "limit": lambda x, h, limit: torch.where(_size(x) > limit, h * 0.5, h),
     "limit of all": lambda x, h, limit: torch.where(_size(x) > limit, h * 0.5, h),
@@ -41,6 +47,10 @@ LIMITS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
         h / (1 + torch.cat([_size(x), _size(x) * 0 + limit], -1).min(-1).indices)[..., None]
     ),
     "limit of a count": lambda x, h, limit: torch.where((x > 0).sum(-1, keepdim=True) > 31, 0.5 * h, h),
+    "any of many": lambda x, h, limit: torch.where((x > limit).any(-1, keepdim=True), 0.5 * h, h),
+    "many of them": lambda x, h, limit: h / (1 + ((x > limit).double().mean(-1, keepdim=True) > 0.3).to(h.dtype)),
+    "behind a mask": lambda x, h, limit: torch.where(_masked(_size(x)) > limit, 0.5 * h, h),
+    "of what is masked": lambda x, h, limit: h - h.detach() + _masked(h).clamp(min=-1.0).detach(),
     "parts of other widths": lambda x, h, limit: h * (h[..., ::2] > 0).repeat_interleave(2, -1),
 }
 """Of a norm of the neurons, of which a rank has a part, and which the numbers of a proof do not reach."""
@@ -135,6 +145,10 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "limit of a count": (lambda: train("limit of a count"), "cannot be divided"),
     "limit over tokens": (lambda: train("limit over tokens", by_attribute=True), ""),
     "parts of other widths": (lambda: train("parts of other widths"), ""),
+    "any of many": (lambda: train("any of many"), "each rank decides by something else (aten::any of [2, 6, 16])"),
+    "many of them": (lambda: train("many of them"), "each rank decides by something else (aten::mean of [2, 6, 16])"),
+    "behind a mask": (lambda: train("behind a mask"), "each rank decides by something else (aten::gt of [2, 6, 1])"),
+    "of what is masked": (lambda: train("of what is masked", **WHOLE), ""),
     "experts": (lambda: train("experts", tp_overlap="none"), ""),
     "limit of all": (lambda: train("limit of all", by_attribute=True), ""),
     "root": (lambda: train("root"), ""),
@@ -174,7 +188,7 @@ def of_cases(names: list[str]) -> list[str]:
         ["mean of others", "mean of others, by an attribute", "mean of others, halves", "norm of others"],
         ["the same function of other dimensions", "over tokens", "limit", "limit of all"],
         ["limit in place", "limit of whole numbers", "limit of indices", "limit of a count", "limit over tokens"],
-        ["parts of other widths", "experts"],
+        ["parts of other widths", "experts", "any of many", "many of them", "behind a mask", "of what is masked"],
         ["cumsum of others", "topk of others", "either", "either, by an attribute"],
     ],
     ids="; ".join,
