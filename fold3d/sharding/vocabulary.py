@@ -13,7 +13,6 @@ from torch.utils._pytree import arg_tree_leaves
 from fold3d.sharding.shard import Shard
 from fold3d.torch_private import StorageLabels
 from fold3d.trace.capture import example_for, run_forward, tied_groups
-from fold3d.trace.made_up import run_by_itself
 from fold3d.trace.model_trace import Trace
 from fold3d.trace.repeated import Twins
 from fold3d.trace.shadow import shadow_of
@@ -48,7 +47,6 @@ class VocabularyReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in shadow.named_modules():
             module.register_forward_pre_hook(self._enter(name), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
-            run_by_itself(module)
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

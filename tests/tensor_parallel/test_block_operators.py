@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "many of them": (lambda: train("many of them"), "each rank decides by something else (aten::mean of [2, 6, 16])"),
     "behind a mask": (lambda: train("behind a mask"), "each rank decides by something else (aten::gt of [2, 6, 1])"),
     "of what is masked": (lambda: train("of what is masked", **WHOLE), ""),
-    "experts": (lambda: train("experts", tp_overlap="none"), ""),
+    "experts": (lambda: train("experts", tp_overlap="none"), "decides what to compute by a value"),
     "limit of all": (lambda: train("limit of all", by_attribute=True), ""),
     "root": (lambda: train("root"), ""),
     "root, by an attribute": (lambda: train("root", by_attribute=True), ""),
