@@ -425,20 +425,15 @@ def decide_jobs(
     asking = [n for n, one in enumerate(found) if n in lost or (jobs[n].dp > 1 and _asks_for_zero1(one))]
     if not asking or not steps_parts():
         return found
-    fitting = [
-        one.winner.plan.best.step_ns / 1e6
-        for number, one in enumerate(found)
-        if number not in asking and one.winner and one.winner.plan.best and one.winner.plan.fits
-    ]
-
     def tell(job: int, state: _C.PlanProgress) -> None:
         if progress is not None:
             progress(asking[job] if job >= 0 else -1, state)
 
-    beat_ms = min(fitting, default=None)
+    beat_ms = None if best_ms == inf else best_ms
     again = search_jobs([jobs[number] for number in asking], constraints, beat_ms=beat_ms, progress=tell)
     for number, one in zip(asking, again, strict=True):
-        if one.winner is not None:
+        before = found[number].winner
+        if one.winner is not None and (before is None or _rank(one.winner) < _rank(before)):
             found[number] = one
     while lost:
         known = {n: one.best.step_ns for n, one in enumerate(found) if one.best is not None and one.fits}
