@@ -425,6 +425,7 @@ def decide_jobs(
     asking = [n for n, one in enumerate(found) if n in lost or (jobs[n].dp > 1 and _asks_for_zero1(one))]
     if not asking or not steps_parts():
         return found
+
     def tell(job: int, state: _C.PlanProgress) -> None:
         if progress is not None:
             progress(asking[job] if job >= 0 else -1, state)
