@@ -6,24 +6,18 @@ nobody outside of the module but by what that returns, and the shapes of that do
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fold3d.errors import TraceError
 from fold3d.torch_private import StorageLabels, unwrap_call
 from fold3d.trace.coat import copy_without_coat
-from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
+from fold3d.trace.without_values import WithoutValues
 from fold3d.trace.wrappers import drop_hooks
 
 MOST = 1 << 28
@@ -53,35 +47,6 @@ def run_with_values(module: nn.Module, args: Any, kwargs: Any, mode: WithoutValu
 
     with mode:
         return tree_map_only(_Place, fake, stand_in)
-
-
-def run_instead(module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-    """Returns what `run_with_values` does of a module whose forward has raised `error`, one of NEEDS_VALUES, in the
-    mode of the forward that is under way, with other numbers as well. Raises: `error` where that cannot be."""
-    mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
-    if mode is None:
-        raise error
-    try:
-        return run_with_values(module, args, kwargs, mode, twice=True)
-    except Exception as own:
-        raise error from own
-
-
-def run_by_itself(module: nn.Module, instead: Callable[[nn.Module, Any, Any, Exception], Any] = run_instead) -> None:
-    """Has a module with weights return what `instead(module, args, kwargs, error)` does where its forward needs values,
-    such as a router of experts."""
-    if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
-        return
-    forward: Callable[..., Any] = module.forward
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except NEEDS_VALUES as error:
-            return instead(module, args, kwargs, error)
-
-    module.forward = run
 
 
 _Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]

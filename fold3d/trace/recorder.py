@@ -13,6 +13,7 @@ writes into a tensor that the chunk received is written again, and what a module
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -30,10 +31,10 @@ from fold3d.torch_private import storage_key
 from fold3d.trace.blocks import outer_modules
 from fold3d.trace.caches import Code, forget_fakes
 from fold3d.trace.hooked_results import HookedCall, HookedResults
-from fold3d.trace.made_up import run_by_itself, run_instead
+from fold3d.trace.made_up import run_with_values
 from fold3d.trace.module_results import INSIDE, Crossing, Crossings, Token, Value
 from fold3d.trace.state import SHARED_STATE, StateBehind, StateBetween, tensors_in
-from fold3d.trace.without_values import NEEDS_VALUES
+from fold3d.trace.without_values import NEEDS_VALUES, WithoutValues
 from fold3d.trace.wrappers import is_ours
 
 
@@ -149,6 +150,23 @@ class _Weight:
         self.written_by = by
         self.moves = self.moves or moves
 
+    def closes(self, name: str, borders: range) -> tuple[range, str]:
+        """Returns which of the model's borders are none because of what writes to the parameter, and why."""
+        writer = self.written_by
+        if writer is None:
+            return range(0), ""
+        if not writer:
+            return borders, f"its forward writes to the weight '{name}' between its modules, which every chunk would do"
+        if self.moves:
+            return borders, (
+                f"each forward of '{writer}' changes the weight '{name}' in place, and where the model is cut "
+                "backwards of other micro-batches come behind it; assign weight.data, or change it between steps"
+            )
+        return range(self.first + 1, self.last + 1), (
+            f"the forward of '{writer}' writes to the weight '{name}', which is read before and after it: a process "
+            "without that module would not have what it has written"
+        )
+
 
 _aten = torch.ops.aten
 _SAME_AGAIN = frozenset(
@@ -248,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooked: list[tuple[HookedCall, ...]] = []
         for block in dict.fromkeys(names):
             for module in list(model.get_submodule(block).modules())[1:]:
-                run_by_itself(module, self._instead)  # before hooks see what it returns
+                self._run_by_itself(module)  # before hooks see what it returns
         self._hooks = HookedResults(model, names, self._note_shown)
         self._install(model, names)
 
@@ -265,7 +283,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in outer_modules(model, blocks):
             module.register_forward_pre_hook(self._enter_outer(name, module), prepend=True)
             module.register_forward_hook(self._leave_outer, always_call=True)
-            run_by_itself(module, self._instead)
+            self._run_by_itself(module)
 
     # -- modules --
 
@@ -313,19 +331,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return called
 
-    def _instead(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """A module that needs values runs with some, unless hooks of modules inside of it may hand on what these
-        return. Those without weights that lie around the blocks run again in later chunks."""
-        inner = (one for one in module.modules() if one is not module)
-        hooked = any(not is_ours(hook) for one in inner for hook in one._forward_hooks.values())
-        if hooked or self._made is None:
-            raise error
-        return self._run_with_values(module, args, kwargs, error)
+    def _run_by_itself(self, module: nn.Module) -> None:
+        """Has a module with weights, in a block or around them, run with values where it needs some, unless hooks of
+        modules inside of it may hand on what these return."""
+        if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
+            return  # modules without weights that lie around the blocks run again in later chunks
+        forward: Callable[..., Any] = module.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except NEEDS_VALUES as error:
+                inner = (one for one in module.modules() if one is not module)
+                hooked = any(not is_ours(hook) for one in inner for hook in one._forward_hooks.values())
+                if hooked or self._made is None:
+                    raise
+                return self._run_with_values(module, args, kwargs, error)
+
+        module.forward = run
 
     def _run_with_values(self, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
         """The module that runs decides by values: runs it with some, and takes all that it was given for read."""
+        mode = next((one for one in _get_current_dispatch_mode_stack() if isinstance(one, WithoutValues)), None)
+        if mode is None:
+            raise error
         self._read({self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)})
-        result = run_instead(module, args, kwargs, error)
+        try:
+            result = run_with_values(module, args, kwargs, mode, twice=True)
+        except Exception as own:
+            raise error from own
         assert self._made is not None
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -549,22 +584,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for border in range(first + 1, last + 1):
                 reasons[border] = reasons[border] or SHARED_STATE.format(self.order[first], self.order[last], what)
         for key, weight in self._weights.items():
-            name, writer = self._names[key][0], weight.written_by
-            if writer and weight.moves:
-                moves = (
-                    f"each forward of '{writer}' changes the weight '{name}' in place, and where the model is cut "
-                    "backwards of other micro-batches come behind it; assign weight.data, or change it between steps"
-                )
-                reasons[1:] = [reason or moves for reason in reasons[1:]]
-            elif writer:
-                for border in range(weight.first + 1, weight.last + 1):
-                    reasons[border] = reasons[border] or (
-                        f"the forward of '{writer}' writes to the weight '{name}', which is read before and after it: "
-                        "a process without that module would not have what it has written"
-                    )
-            elif writer is not None:
-                again = f"its forward writes to the weight '{name}' between its modules, which every chunk would do"
-                reasons[1:] = [reason or again for reason in reasons[1:]]
+            closed, why = weight.closes(self._names[key][0], range(1, len(reasons)))
+            for border in closed:
+                reasons[border] = reasons[border] or why
         for token, (last, reader) in self._in_order():
             why = self._why_not(token, last)
             if why:

@@ -307,13 +307,13 @@ class EvaluatingTrainer(CheckpointingTrainer):
 
     def _compare_counts(self, count: int) -> None:
         """Raises: ConfigError on every process where a stream has ended on some and not on others."""
-        least, most = torch.tensor([count]), torch.tensor([-count])
-        for one in (least, most):
-            self.engine.world.all_reduce(one, torch.minimum)
-        if int(least) != -int(most):
+        bounds = torch.tensor([count, -count])
+        self.engine.world.all_reduce(bounds, torch.minimum)
+        least, most = int(bounds[0]), -int(bounds[1])
+        if least != most:
             raise ConfigError(
                 f"process {self.args.process_index} has {count} micro-batches for step {self.state.global_step + 1}, "
-                f"one of them {int(least)} and another {-int(most)}: a stream must be as long on all (one that is "
+                f"one of them {least} and another {most}: a stream must be as long on all (one that is "
                 "divided by hand may not be). Repeat it, cut it to the shortest, or set max_steps to what that has"
             )
 
