@@ -24,7 +24,7 @@ from fold3d.data_parallel import gradients
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
-from fold3d.data_parallel.optimizer.hooks import OptimizerHooks
+from fold3d.data_parallel.optimizer.hooks import OptimizerHooks, refuse_steps
 from fold3d.device import rng_untouched
 from fold3d.engine.division import Division
 from fold3d.engine.flow import Flow, MicroBatchFlow
@@ -75,6 +75,8 @@ class Step:
         cut, self._topology = self.cut, self.groups.topology
         self._part_hooks = PartHooks(cut.parameters, cut.placement.readers, cut.replaced(), cut.divided())
         self._name = "step 0"
+        in_one = self._topology.world == 1 and len(cut.ranges) == 1
+        self._parameters = () if in_one else tuple(cut.parameters.values())
 
     def run(
         self,
@@ -132,7 +134,10 @@ class Step:
             if self.flow is not None and self.flow.takes(len(micro_batches)):
                 if reads_gradients:
                     raise ConfigError("flush=False never has gradients in .grad; pass reads_gradients=False")
-                with self.overlap.step():  # 5. to 8. of this step, and what is left of the one before
+                with (
+                    self.overlap.step(),
+                    refuse_steps(self._parameters),
+                ):  # 5. to 8. of this step, and what is left of the one before
                     return self.flow.run(micro_batches)
             self.drain()
             # 5. Gradients begin at zero; a bucket is given to the rings once all its gradients are there.
@@ -140,7 +145,7 @@ class Step:
             self.sync.begin(len(micro_batches), chunks, whole=reads_gradients)
             # 6. Forwards and backwards, in the order of the schedule; gradients are summed under them.
             try:
-                with self.overlap.step():
+                with self.overlap.step(), refuse_steps(self._parameters):
                     losses = self.pipeline.run(schedule, micro_batches, backward=True)
             finally:
                 self.recorder.extend()

@@ -13,8 +13,10 @@ import itertools
 import operator
 import pickle
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -134,8 +136,9 @@ class Contents:
         }
 
     def copies(self) -> dict[str, Any]:
-        """Returns the values, with containers of their own."""
-        return {name: _copied(value, None) for name, value in self.values.items() if is_state(value)}
+        """Returns the values, with containers of their own; of context variables what they hold."""
+        values = {n: one.get(None) if isinstance(one, ContextVar) else one for n, one in self.values.items()}
+        return {name: _copied(value, None) for name, value in values.items() if is_state(value)}
 
     def kept(self, names: Collection[str], before: Contents) -> dict[str, Any]:
         """Returns the values that `names` had, and what else is a number or text; UNKNOWN in the place of others, which
@@ -275,7 +278,7 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
                 todo.extend(
                     (one.__globals__[name], False) for name in _names_in(one.__code__) if name in one.__globals__
                 )
-        elif has_attributes(one) and (is_named or is_users(type(one).__module__)):
+        elif has_attributes(one) and (is_named or is_users(type(one).__module__) or type(one) is threading.local):
             kind = type(one)
             found.append(namespace_of(one))
             todo.extend((value, False) for value in found[-1].values.values())
@@ -283,7 +286,7 @@ def namespaces_of(objects: Iterable[object], model: nn.Module) -> list[Namespace
                 todo.append((kind, True))
         elif type(one) is dict and is_named and len(one) <= MOST:
             found.append(Namespace(one, (dict,), "entry of an argument of the function"))
-        elif isinstance(one, type) and is_named:
+        elif isinstance(one, type) and (is_named or is_users(one.__module__)):
             found.append(Namespace(_Attributes(one), (one,), f"attribute of the class {one.__name__}"))
     return found
 
@@ -570,6 +573,8 @@ def version(value: Any) -> Version:
             raise OverflowError
         if isinstance(one, Tensor):
             return id(one), version_of(one)
+        if isinstance(one, ContextVar):
+            one = {} if one.get(None) is None else {"": one.get()}
         if isinstance(one, dict):
             return dict, tuple((key, of(each)) for key, each in one.items())
         if isinstance(one, _LISTS):
@@ -593,7 +598,9 @@ def version(value: Any) -> Version:
 def _put_back(values: MutableMapping[str, Any], name: str, value: Any) -> None:
     """Gives a variable the content that `value`, a copy, has; others may know its container."""
     now = values.get(name)
-    if isinstance(now, (dict, set)) and type(now) is type(value):
+    if isinstance(now, ContextVar):
+        now.set(value)
+    elif isinstance(now, (dict, set)) and type(now) is type(value):
         now.clear()
         now.update(value)
     elif isinstance(now, list) and isinstance(value, list):

@@ -507,3 +507,39 @@ def test_weights_of_a_loss_function_are_told_of(ranks: RankPool) -> None:
     for said in ranks.run(with_weights_of_its_own, 2, True):
         assert len(said) == 1 and "1 weights that are not the model's, the first of shape []" in said[0], said
     assert ranks.run(with_weights_of_its_own, 2, False) == [[], []]
+
+
+def stepping_in_hooks(layout: dict[str, int], attached: bool) -> str:
+    """Returns the error of a step whose gradients' hooks step: the attached optimizer, or one of each weight."""
+    model = net()
+    config = ParallelConfig(blocks="layers", **layout)  # type: ignore[arg-type]
+    engine = Engine(model, config, example=batches(0)[0])
+    if attached:
+        engine.attach(sgd(model.parameters()))
+    own = {one: sgd([one]) for one in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizer = engine.optimizer if attached else own[parameter]
+        assert optimizer is not None
+        optimizer.step()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    try:
+        engine.run(batches(0), lambda module, batch: loss_of(module, batch, nullcontext) / 2)
+    except Fold3dError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.gate(cases=1)
+@pytest.mark.parametrize("attached", [False, True])
+def test_steps_in_hooks_of_gradients_are_refused(ranks: RankPool, attached: bool) -> None:
+    assert stepping_in_hooks({"segments": 1}, False) == ""  # as without an engine
+    for said in (
+        stepping_in_hooks({"segments": 2}, attached),
+        *ranks.run(stepping_in_hooks, 2, {"dp": 2, "segments": 1}, attached),
+    ):
+        assert "steps while the backwards of a step run" in said

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import itertools
 import random
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -748,6 +750,12 @@ def test_buffers_that_backward_reads_in_stages(ranks: RankPool) -> None:
 TABLE: dict[int, float] = {}
 COUNT = {"n": 0}
 NUMBER, READY = 0, False
+CONTEXT: ContextVar[int] = ContextVar("CONTEXT", default=0)
+OF_THE_THREAD = threading.local()
+
+
+class Totals:
+    number = 0
 
 
 class Shares(nn.Module):
@@ -768,6 +776,12 @@ class Shares(nn.Module):
             NUMBER += 1
         elif self.where == "a class":
             Shares.total += 1
+        elif self.where == "another class":
+            Totals.number += 1
+        elif self.where == "a context variable":
+            CONTEXT.set(CONTEXT.get() + 1)
+        elif self.where == "a thread's own":
+            OF_THE_THREAD.count += 1
         elif self.where == "a table":
             x = x * TABLE.setdefault(len(x), 1.5)
         elif self.where == "a flag":
@@ -783,11 +797,15 @@ class Sharing(Stack):
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [("an entry", "'COUNT'"), ("a number", "'NUMBER'"), ("a class", "'total'"), ("a table", ""), ("a flag", "")],
+    [
+        *(("an entry", "'COUNT'"), ("a number", "'NUMBER'"), ("a class", "'total'"), ("another class", "'number'")),
+        *(("a context variable", "'CONTEXT'"), ("a thread's own", "'count'"), ("a table", ""), ("a flag", "")),
+    ],
 )
 def test_what_forwards_count_elsewhere(where: str, what: str) -> None:
     """Chunks run in another order than one process's blocks, so that they found other numbers there."""
     TABLE.clear()
+    OF_THE_THREAD.count = 0
     engine = Engine(Sharing(where), ParallelConfig(segments=2, micro_batches=2, blocks="layers"), optimizer=SGD)
     batch = {"x": torch.ones(4, 4, dtype=torch.float64)}
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -316,6 +317,10 @@ def loads_by_itself(optimizer: Optimizer) -> bool:
     return overrides or any(_of_others(getattr(optimizer, name)) for name in _LOAD_HOOKS)
 
 
+TWINS: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""All that `twin_of` has returned."""
+
+
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an optimizer of the same class over other tensors, without a constructor's checks and conversions."""
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
@@ -330,6 +335,7 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         twin.mng.index2config = {}  # type: ignore[attr-defined]
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
+    TWINS.add(twin)
     return twin
 
 

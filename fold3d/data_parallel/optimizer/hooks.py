@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
+from fold3d.data_parallel.optimizer.bucket_optimizer import TWINS
 from fold3d.errors import ConfigError
 from fold3d.trace.state import OTHER, plain, same, tensors_in
 
@@ -152,3 +159,27 @@ def has_hooks(optimizer: Optimizer, besides: tuple[object, object]) -> bool:
     counts = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
     elsewhere = bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
     return elsewhere or counts[0] > before or counts[1] > after
+
+
+@contextmanager
+def refuse_steps(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """While gradients are computed: an optimizer that steps any of `parameters`, in a gradient's hook say, would find
+    those of one process, of the micro-batches so far. Those of single layers and buckets may. Raises: ConfigError in
+    its step."""
+    own = set(map(id, parameters))
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in TWINS and any(
+            id(one) in own for group in optimizer.param_groups for one in group["params"]
+        ):
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps while the backwards of a step run (in a hook of a gradient, say), "
+                "and would find the gradients of one process and of some micro-batches: let it step after Engine.run, "
+                "or train with one process, segments=1"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
