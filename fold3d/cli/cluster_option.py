@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 _SUSTAINED = 0.45
 """Of a device's peak, where nobody says: Narayanan et al. (2021) report 44 to 52 % for models of 39B to 1T on A100."""
-_PLANNED = 0.9
-"""Of a device's memory, as training plans with."""
+PLANNED = 0.9
+"""Of a device's memory, and of a host's, as training plans with."""
 _OF_FILE = {
     **dict.fromkeys(("hosts", "gpus_per_host"), int),
-    **dict.fromkeys(("link", "within", "memory", "memory_limit", "device"), str),
+    **dict.fromkeys(("link", "within", "memory", "memory_limit", "host_memory", "device"), str),
     **dict.fromkeys(("tflops", "price", "copy_bandwidth"), float),
 }
 """What a file may say, and of which type."""
@@ -55,6 +55,12 @@ def add(costs: Any) -> None:
     )
     costs.add_argument("--memory", metavar="SIZE", help="memory of a GPU, such as 80GB; --memory-limit is 90 %% of it")
     costs.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="memory of a host, such as 1152GB, 90 %% of which its GPUs may use for offload; default: that of rented "
+        "machines with the --device, without one: any",
+    )
+    costs.add_argument(
         "--price",
         action="append",
         type=float,
@@ -78,7 +84,8 @@ def of_each_device(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def settle(options: argparse.Namespace) -> None:
     """Makes the options of one device complete. Sets `world_size`, the defaults of what is not said, `peak` (FLOPs per
-    second of a device in the dtype, None where it is not known), `placement` (`Hosts`, None where links are said per
+    second of a device in the dtype, None where it is not known), `pool_limit` (bytes of host memory that a process may
+    use, None for any), `placement` (`Hosts`, None where links are said per
     process) and `slowness` (how long each rank takes relative to the fastest one, empty where all are alike).
 
     Raises: ConfigError for what makes no sense, or contradicts each other.
@@ -121,7 +128,8 @@ def settle(options: argparse.Namespace) -> None:
     if options.memory is not None:
         size = parse_bytes("--memory", options.memory, 1) or 0
         check_memory("--memory", size)
-        options.memory_limit = int(_PLANNED * size)
+        options.memory_limit = int(PLANNED * size)
+    options.pool_limit = _pool_limit(options, device)
     by_host = options.hosts is not None or options.link is not None or options.within is not None
     between = _link("--link", options.link) if options.link is not None else None
     for name, value in _DEFAULTS.items():
@@ -138,6 +146,16 @@ def settle(options: argparse.Namespace) -> None:
         options.placement = Hosts(
             per_host=options.ranks_per_host, between=HostLink(rate, time), within=HostLink(*inside)
         )
+
+
+def _pool_limit(options: argparse.Namespace, device: Device | None) -> int | None:
+    if options.host_memory is None:
+        return None if device is None else int(PLANNED * device.host)
+    if options.ranks_per_host is None:
+        raise ConfigError("--host-memory is of a host: say how many GPUs it has, --gpus-per-host 8")
+    size: int = parse_bytes("--host-memory", options.host_memory, 1) or 0
+    per_host: int = options.ranks_per_host
+    return int(PLANNED * size) // per_host
 
 
 def words_of(options: argparse.Namespace) -> str:
@@ -187,7 +205,7 @@ def _device(
         return (kinds[0][0] if kinds else None), ()
     fastest = max((one for one, _ in kinds), key=lambda one: one.peak(dtype))
     slowness = tuple(fastest.peak(dtype) / one.peak(dtype) for one, number in kinds for _ in range(number))
-    least = {name: min(getattr(one, name) for one, _ in kinds) for name in ("memory", "within", "pcie")}
+    least = {name: min(getattr(one, name) for one, _ in kinds) for name in ("memory", "within", "pcie", "host")}
     return replace(fastest, **least), slowness
 
 

@@ -114,6 +114,7 @@ class MachinePlans:
 
     def _job(self, mesh: Mesh, machine: Machine) -> TrainingJob:
         """Raises: ConfigError for a mesh that the model cannot have."""
+        from fold3d.cluster.devices import known_device
         from fold3d.config import ParallelConfig
         from fold3d.plan.job import HostLink, Hosts
 
@@ -123,8 +124,11 @@ class MachinePlans:
             within=HostLink(machine.within_gbit * 1e9 / 8, _LATENCY_WITHIN),
         )
         flops, memory = machine.tflops * 1e12 * self._options.efficiency, int(machine.memory_gb * 1e9 * _FREE)
-        shards = ParallelConfig(tp=mesh.tp, pp=mesh.pp).sequence_parallel
-        return self._layers.job(mesh, flops, hosts, sequence_parallel=bool(shards), memory_limit=memory)
+        known = known_device(machine.device)
+        room = None if known is None else int(known.host * _FREE)
+        shards = bool(ParallelConfig(tp=mesh.tp, pp=mesh.pp).sequence_parallel)
+        more = {"memory_limit": memory, "pool_limit": room}
+        return self._layers.job(mesh, flops, hosts, sequence_parallel=shards, **more)
 
 
 _FORMATS = ("table", "json", "sbatch", "skypilot", "estimator")

@@ -287,6 +287,8 @@ class _Planned:
             "strategy": str(proposal.strategy),
             "flags": f"{self.mesh_flags} {proposal.flags}",
             "memory_limit": job.memory_limit,
+            "pool_limit": job.pool_limit,
+            "pool_bytes": max(peak.pool for peak in proposal.peaks),
             "exposed_seconds": _exposed_ms(proposal) / 1e3,
             **entry(proposal.step_ms, proposal.memory_bytes),
             "meshes": [
@@ -578,6 +580,7 @@ class _Layers:
             sequence_parallel=bool(config.sequence_parallel),
             style=style_of(options.schedule or AUTO),
             memory_limit=config.memory_size,
+            pool_limit=options.pool_limit,
             copy_bandwidth=options.copy_bandwidth * 1e9,
             flush=not options.no_flush,
             delay_correction=options.delay_correction,

@@ -28,6 +28,8 @@ class Device:
     """Bytes per second that it sends to the others of its host: NVLink, or PCIe where there is none."""
     pcie: float
     """Bytes per second to host memory, each way."""
+    host: int
+    """Bytes of host memory for each GPU: about what rented machines with it have."""
 
     def peak(self, dtype: str) -> float:
         """Returns the FLOPs per second in "float32", "bfloat16" or "float16"."""
@@ -35,20 +37,20 @@ class Device:
 
 
 _DEVICES = {
-    "B200": Device(2250e12, 75e12, 180 * 10**9, 900e9, 64e9),
-    "GH200": Device(989e12, 67e12, 96 * 10**9, 450e9, 450e9),
-    "H200": Device(989e12, 67e12, 141 * 10**9, 450e9, 64e9),
-    "H100 PCIe": Device(756e12, 51e12, 80 * 10**9, 64e9, 64e9),
-    "H100 NVL": Device(835e12, 60e12, 94 * 10**9, 64e9, 64e9),
-    "H100": Device(989e12, 67e12, 80 * 10**9, 450e9, 64e9),
-    "H800": Device(989e12, 67e12, 80 * 10**9, 200e9, 64e9),
-    "A100": Device(312e12, 19.5e12, 40 * 10**9, 300e9, 32e9),
-    "A800": Device(312e12, 19.5e12, 80 * 10**9, 200e9, 32e9),
-    "A30": Device(165e12, 10.3e12, 24 * 10**9, 32e9, 32e9),
-    "L40S": Device(362e12, 91.6e12, 48 * 10**9, 32e9, 32e9),
-    "L4": Device(121e12, 30.3e12, 24 * 10**9, 32e9, 32e9),
-    "V100": Device(125e12, 15.7e12, 16 * 10**9, 150e9, 16e9),
-    "T4": Device(65e12, 8.1e12, 16 * 10**9, 16e9, 16e9),
+    "B200": Device(2250e12, 75e12, 180 * 10**9, 900e9, 64e9, 256 << 30),
+    "GH200": Device(989e12, 67e12, 96 * 10**9, 450e9, 450e9, 480 << 30),
+    "H200": Device(989e12, 67e12, 141 * 10**9, 450e9, 64e9, 256 << 30),
+    "H100 PCIe": Device(756e12, 51e12, 80 * 10**9, 64e9, 64e9, 320 << 30),
+    "H100 NVL": Device(835e12, 60e12, 94 * 10**9, 64e9, 64e9, 320 << 30),
+    "H100": Device(989e12, 67e12, 80 * 10**9, 450e9, 64e9, 256 << 30),
+    "H800": Device(989e12, 67e12, 80 * 10**9, 200e9, 64e9, 256 << 30),
+    "A100": Device(312e12, 19.5e12, 40 * 10**9, 300e9, 32e9, 144 << 30),
+    "A800": Device(312e12, 19.5e12, 80 * 10**9, 200e9, 32e9, 144 << 30),
+    "A30": Device(165e12, 10.3e12, 24 * 10**9, 32e9, 32e9, 64 << 30),
+    "L40S": Device(362e12, 91.6e12, 48 * 10**9, 32e9, 32e9, 192 << 30),
+    "L4": Device(121e12, 30.3e12, 24 * 10**9, 32e9, 32e9, 96 << 30),
+    "V100": Device(125e12, 15.7e12, 16 * 10**9, 150e9, 16e9, 96 << 30),
+    "T4": Device(65e12, 8.1e12, 16 * 10**9, 16e9, 16e9, 48 << 30),
 }
 """The first name that occurs in the device's counts."""
 KNOWN = tuple(_DEVICES)

@@ -361,11 +361,27 @@ def test_a_cluster_of_hosts(capsys, gpt2_folder, tmp_path):  # noqa: F811
         (("-w", 4, "--gpus-per-host", 2, "--link", "1e999Gbit,5us"), "it must be a bandwidth and a latency"),
         (("-w", 4, "--device", "Abacus"), "--device is 'Abacus'; known are B200"),
         (("-w", 4, "--memory", "80GB", "--memory-limit", "8GB"), "--memory-limit contradicts --memory"),
+        (("-w", 4, "--host-memory", "8GB"), "--host-memory is of a host: say how many GPUs it has"),
+        (("-w", 4, "--gpus-per-host", 2, "--host-memory", "much"), "--host-memory"),
         (("--cluster", tmp_path / "wrong.toml"), "'gpus' is none of hosts"),
         (("--cluster", tmp_path / "none.toml"), "No such file"),
     ):
         code, _, err = run(capsys, *common, *arguments)
         assert code == 1 and message in err
+
+
+def test_what_leaves_the_gpus_fits_into_host_memory(capsys, gpt2_folder):  # noqa: F811
+    common = (gpt2_folder, "-w", 2, "-m", 8, "--batch", 4, "--gpus-per-host", 2, "--tflops", 0.001, "--json")
+    most = json.loads(run(capsys, *common)[1])["memory_bytes"]
+    common = (*common, "--memory-limit", most * 3 // 4, "--copy-bandwidth", 1000)
+    free = json.loads(run(capsys, *common)[1])
+    assert free["pool_limit"] is None and free["pool_bytes"] > 0
+    found = json.loads(run(capsys, *common, "--host-memory", free["pool_bytes"])[1])  # half of it for each
+    assert found["pool_limit"] == int(0.9 * free["pool_bytes"]) // 2
+    assert found["pool_bytes"] <= found["pool_limit"] and found["memory_bytes"] <= found["memory_limit"]
+    assert found["step_seconds"] > free["step_seconds"]
+    known = json.loads(run(capsys, *common, "--device", "A100")[1])
+    assert known["pool_limit"] == int(0.9 * (144 << 30))
 
 
 def test_what_a_step_comes_to(capsys, gpt2_folder):  # noqa: F811
