@@ -39,7 +39,6 @@ from fold3d.data_parallel.buffers import BufferSync
 from fold3d.data_parallel.gradient_states import Event, GradientStates, State
 from fold3d.data_parallel.gradient_sync import GradientSync
 from fold3d.data_parallel.late.late_gradients import LateGradients
-from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.optimizer.bucket_optimizer import Settings
 from fold3d.data_parallel.optimizer.bucketwise_optimizer import BucketwiseOptimizer
 from fold3d.data_parallel.optimizer.host_copies import check_room
@@ -48,7 +47,7 @@ from fold3d.data_parallel.optimizer.separable import check_separable, check_step
 from fold3d.data_parallel.parameter_readiness import ParameterReadiness
 from fold3d.data_parallel.reducer import Reducer
 from fold3d.data_parallel.tied_buckets import TiedBuckets
-from fold3d.data_parallel.transfers import BucketTransfers
+from fold3d.data_parallel.transfers import BucketTransfers, NoReplicas
 from fold3d.errors import ConfigError
 from fold3d.observe.step_breakdown import RawRecord
 from fold3d.stage.rank_model import RankModel

@@ -1,20 +1,64 @@
-"""BucketTransfers: the sums and gathers of a rank's buckets, which other threads carry out, and the waits for them."""
+"""BucketTransfers: the sums and gathers of a rank's buckets, which other threads carry out, and the waits for them;
+NoReplicas: what carries out those of a single replica, whose gradients lie in buckets where they are late."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fold3d import _C
 from fold3d.data_parallel.bucket import Bucket
-from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.errors import ConfigError
 from fold3d.faults.progress import Progress
 from fold3d.observe.step_breakdown import RawRecord
 
 _ACTION = {"reduce": "REDUCE_GRAD", "gather": "GATHER"}
+
+
+class NoReplicas:
+    """Stands for a `_C.BucketSync` where there is one replica: sums are what it has."""
+
+    by_library = False
+
+    def begin(self, step: int, gather_order: list[int]) -> None:
+        """Nobody else begins."""
+
+    def reduce(self, bucket: int, gradients: Tensor, scale: float, as_bfloat16: bool = False) -> None:
+        """The mean of one."""
+
+    def gather(self, bucket: int, tensor: Tensor, as_bfloat16: bool = False) -> None:
+        """The shard is the whole."""
+
+    def wait_reduced(self, bucket: int, step: int | None = None) -> None:
+        """Returns."""
+
+    def wait_gathered(self, bucket: int) -> None:
+        """Returns."""
+
+    def is_gathered(self, bucket: int) -> bool:
+        """Always."""
+        return True
+
+    def drain(self) -> None:
+        """Returns."""
+
+    def bandwidth(self) -> float:
+        """Nothing is sent."""
+        return 0.0
+
+    def take_records(self) -> list[Any]:
+        """Returns none."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class BucketTransfers:

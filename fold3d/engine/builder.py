@@ -29,10 +29,10 @@ from fold3d.config import text_of_bytes
 from fold3d.data_parallel.bucket_schedule import BucketSchedule
 from fold3d.data_parallel.dp_sync import DpSync
 from fold3d.data_parallel.late.each_micro_batch import EachMicroBatch
-from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.late.versioned import Predicted
 from fold3d.data_parallel.late.without_flush import WithoutFlush
 from fold3d.data_parallel.one_replica import OneReplica
+from fold3d.data_parallel.transfers import NoReplicas
 from fold3d.engine.built import BuiltRank
 from fold3d.engine.division import COMPARED, Division
 from fold3d.engine.flow import Flow, MicroBatchFlow

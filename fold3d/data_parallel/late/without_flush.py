@@ -27,9 +27,9 @@ from fold3d.config import ParallelConfig
 from fold3d.data_parallel.bucket import Bucket
 from fold3d.data_parallel.gradient_states import Event, State
 from fold3d.data_parallel.late.exchange import Exchange
-from fold3d.data_parallel.late.no_replicas import NoReplicas
 from fold3d.data_parallel.late.versioned import Versioned
 from fold3d.data_parallel.tied_buckets import TiedBuckets
+from fold3d.data_parallel.transfers import NoReplicas
 from fold3d.errors import ConfigError
 from fold3d.stage.rank_model import RankModel
 
