@@ -12,6 +12,7 @@ from fold3d import _C
 from fold3d.comms.consistency import check_same_batch, fingerprint
 from fold3d.comms.groups import Groups
 from fold3d.comms.tree_group import broadcast_value
+from fold3d.device import library_rng_state
 from fold3d.faults.progress import Progress
 from fold3d.schedule import Schedule
 from fold3d.stage.micro_batch import MicroBatch
@@ -56,6 +57,7 @@ class Pipeline:
             first: number of the first of `micro_batches` in the schedule.
         """
         self._progress.begin(schedule)
+        library_rng_state()  # whole, once: whoever has run before this may have set numpy's
         if not self._is_alone:  # as they were given: a loss function may write into them
             self._inputs = fingerprint([one.inputs for one in micro_batches])
         if self._topology.tp > 1:  # before they meet in a layer: there other shapes would not even be told apart

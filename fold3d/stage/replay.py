@@ -605,7 +605,7 @@ class DrawnNumbers:
     def once(self, chunk: int, *, again: bool = False) -> Iterator[None]:
         """Around the run of a chunk; `again`: it does what an earlier one did."""
         known = self._before or (self._before_chunk.get(chunk) if again else None)
-        now = library_rng_state(whole=not self._has_run) if known is not None or not again else None
+        now = library_rng_state(whole=False) if known is not None or not again else None
         if known is not None:
             set_library_rng_state(known)
         try:

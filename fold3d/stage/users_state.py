@@ -926,7 +926,13 @@ class _Generator(NamedTuple):
     same: Callable[[Any, Any], bool] = _are_equal
 
 
-_LIBRARIES = _Generator(random, library_rng_state, set_library_rng_state, seed_libraries, same_library_rng_state)
+_LIBRARIES = _Generator(
+    random,
+    functools.partial(library_rng_state, whole=False),
+    set_library_rng_state,
+    seed_libraries,
+    same_library_rng_state,
+)
 
 
 def _of_numpy(one: np.random.Generator) -> _Generator:

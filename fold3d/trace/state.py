@@ -109,9 +109,12 @@ def has_attributes(one: object) -> bool:
     )
 
 
-def is_others_iterator(kind: type) -> bool:
-    """Whether a class is of iterators, and not the user's: it does not tell where one is, but for `position_of`."""
+def _is_others_iterator(kind: type) -> bool:
     return issubclass(kind, Iterator) and not is_users(kind.__module__)
+
+
+is_others_iterator: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_others_iterator)
+"""Whether a class is of iterators, and not the user's: it does not tell where one is, but for `position_of`."""
 
 
 def is_users(module: str | None) -> bool:
