@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 _SUSTAINED = 0.45
 """Of a device's peak, where nobody says: Narayanan et al. (2021) report 44 to 52 % for models of 39B to 1T on A100."""
-PLANNED = 0.9
+_PLANNED = 0.9
 """Of a device's memory, and of a host's, as training plans with."""
 _OF_FILE = {
     **dict.fromkeys(("hosts", "gpus_per_host"), int),
@@ -85,8 +85,8 @@ def of_each_device(options: argparse.Namespace) -> list[argparse.Namespace]:
 def settle(options: argparse.Namespace) -> None:
     """Makes the options of one device complete. Sets `world_size`, the defaults of what is not said, `peak` (FLOPs per
     second of a device in the dtype, None where it is not known), `pool_limit` (bytes of host memory that a process may
-    use, None for any), `placement` (`Hosts`, None where links are said per
-    process) and `slowness` (how long each rank takes relative to the fastest one, empty where all are alike).
+    use, None for any), `placement` (`Hosts`, None where links are said per process) and `slowness` (how long each rank
+    takes relative to the fastest one, empty where all are alike).
 
     Raises: ConfigError for what makes no sense, or contradicts each other.
     """
@@ -128,7 +128,7 @@ def settle(options: argparse.Namespace) -> None:
     if options.memory is not None:
         size = parse_bytes("--memory", options.memory, 1) or 0
         check_memory("--memory", size)
-        options.memory_limit = int(PLANNED * size)
+        options.memory_limit = int(_PLANNED * size)
     options.pool_limit = _pool_limit(options, device)
     by_host = options.hosts is not None or options.link is not None or options.within is not None
     between = _link("--link", options.link) if options.link is not None else None
@@ -150,12 +150,12 @@ def settle(options: argparse.Namespace) -> None:
 
 def _pool_limit(options: argparse.Namespace, device: Device | None) -> int | None:
     if options.host_memory is None:
-        return None if device is None else int(PLANNED * device.host)
+        return None if device is None else int(_PLANNED * device.host)
     if options.ranks_per_host is None:
         raise ConfigError("--host-memory is of a host: say how many GPUs it has, --gpus-per-host 8")
     size: int = parse_bytes("--host-memory", options.host_memory, 1) or 0
     per_host: int = options.ranks_per_host
-    return int(PLANNED * size) // per_host
+    return int(_PLANNED * size) // per_host
 
 
 def words_of(options: argparse.Namespace) -> str:

@@ -133,14 +133,12 @@ def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
     todo: deque[tuple[str, object]] = deque(one for one in modules if not type(one[1]).__module__.startswith("torch."))
     while todo:
         path, one = todo.popleft()
-        if id(one) in seen or len(found) >= MOST:
-            continue
-        seen.add(id(one))
-        found[path] = one
-        known = OF_EVERY_MODULE if isinstance(one, nn.Module) else frozenset[str]()
-        for name, value in attributes_of(one).items():  # of hundreds of modules, for each chunk
-            if name not in known and type(value) not in PLAIN and not isinstance(value, _NO_HOLDERS):
-                todo.extend(_inside(f"{path}.{name}".lstrip("."), value))
+        if id(one) not in seen and len(found) < MOST:
+            seen.add(id(one))
+            found[path] = one
+            for name, value in attributes_of(one).items():
+                if name not in OF_EVERY_MODULE or not isinstance(one, nn.Module):
+                    todo.extend(_inside(f"{path}.{name}".lstrip("."), value))
     return found
 
 

@@ -362,7 +362,7 @@ def test_a_cluster_of_hosts(capsys, gpt2_folder, tmp_path):  # noqa: F811
         (("-w", 4, "--device", "Abacus"), "--device is 'Abacus'; known are B200"),
         (("-w", 4, "--memory", "80GB", "--memory-limit", "8GB"), "--memory-limit contradicts --memory"),
         (("-w", 4, "--host-memory", "8GB"), "--host-memory is of a host: say how many GPUs it has"),
-        (("-w", 4, "--gpus-per-host", 2, "--host-memory", "much"), "--host-memory"),
+        (("-w", 4, "--gpus-per-host", 2, "--host-memory", "much"), "--host-memory='much': must be a positive"),
         (("--cluster", tmp_path / "wrong.toml"), "'gpus' is none of hosts"),
         (("--cluster", tmp_path / "none.toml"), "No such file"),
     ):

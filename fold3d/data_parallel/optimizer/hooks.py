@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -162,16 +162,16 @@ def has_hooks(optimizer: Optimizer, besides: tuple[object, object]) -> bool:
 
 
 @contextmanager
-def refuse_steps(parameters: Iterable[Parameter]) -> Iterator[None]:
+def refuse_steps(parameters: Collection[Parameter]) -> Iterator[None]:
     """While gradients are computed: an optimizer that steps any of `parameters`, in a gradient's hook say, would find
-    those of one process, of the micro-batches so far. Those of single layers and buckets may. Raises: ConfigError in
-    its step."""
-    own = set(map(id, parameters))
+    those of one process, of the micro-batches so far. Twins, which step layers before their forwards, may. Raises:
+    ConfigError in its step."""
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in TWINS and any(
-            id(one) in own for group in optimizer.param_groups for one in group["params"]
-        ):
+        if optimizer in TWINS:
+            return
+        own = set(map(id, parameters))  # here: in most steps nobody asks
+        if any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
             raise ConfigError(
                 f"{type(optimizer).__name__} steps while the backwards of a step run (in a hook of a gradient, say), "
                 "and would find the gradients of one process and of some micro-batches: let it step after Engine.run, "
