@@ -138,6 +138,7 @@ class PyBucketSync {
   bool is_gathered(int bucket) { return sync().is_gathered(bucket); }
   bool by_library() const { return by_library_; }
   double bandwidth() const { return by_library_ ? meter_->bandwidth() : credits_->bandwidth(); }
+  double sustained_bandwidth() const { return by_library_ ? meter_->bandwidth() : credits_->sustained(); }
 
   py::list take_records() {
     py::list out;
@@ -276,6 +277,9 @@ void bind_bucket_sync(py::module_& module) {
           "Measured speed in bytes per second that this rank sends, 0.0 as long as it is not known: of its own line to "
           "the next replica; of a library's collectives that of the fastest whole one of late, which all replicas "
           "move.")
+      .def("sustained_bandwidth", &PyBucketSync::sustained_bandwidth,
+           "The same in the long run, with what slows down for a while: pipeline messages, a neighbour that is not "
+           "ready; of a library's collectives as bandwidth().")
       .def("take_records", &PyBucketSync::take_records,
            "(lane, bucket, start_ns, end_ns, bytes) of every collective completed since the last call.")
       .def("abort", &PyBucketSync::abort, py::arg("reason"), "Ends all communication; any thread.")

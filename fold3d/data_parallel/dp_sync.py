@@ -522,9 +522,13 @@ class DpSync(GradientSync):
         """Whether a library's collectives carry the buckets, which all replicas of the stage move and time together."""
         return self._transfers.by_library
 
-    def bandwidth(self) -> float:
-        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
-        return self._transfers.bandwidth()
+    def bandwidth(self, *, sustained: bool = False) -> float:
+        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet.
+
+        Args:
+            sustained: in the long run; else what it reached of late.
+        """
+        return self._transfers.bandwidth(sustained=sustained)
 
     def abort(self, reason: str) -> None:
         """Ends all communication; any thread."""

@@ -46,7 +46,7 @@ class NoReplicas:
     def drain(self) -> None:
         """Returns."""
 
-    def bandwidth(self) -> float:
+    def bandwidth(self, *, sustained: bool = False) -> float:
         """Nothing is sent."""
         return 0.0
 
@@ -170,9 +170,13 @@ class BucketTransfers:
         """Whether a library's collectives carry the buckets, which all replicas of the stage move and time together."""
         return self._sync.by_library
 
-    def bandwidth(self) -> float:
-        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet."""
-        return self._sync.bandwidth()
+    def bandwidth(self, *, sustained: bool = False) -> float:
+        """Returns the measured bytes per second that this rank sends; 0.0 when nothing was measured yet.
+
+        Args:
+            sustained: in the long run; else what it reached of late.
+        """
+        return self._sync.sustained_bandwidth() if sustained else self._sync.bandwidth()
 
     def abort(self, reason: str) -> None:
         """Ends all communication; any thread."""

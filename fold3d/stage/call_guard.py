@@ -151,19 +151,24 @@ class CallGuard:
         """Of the settings of now."""
         self._explained: set[tuple[Form, Sizes]] = set()
 
-    def enter(self, call: ModelCall, *, only_loss: bool) -> tuple[Trace, ModelCall]:
+    def enter(self, call: ModelCall, *, only_loss: bool, looked: list[Any] | None = None) -> tuple[Trace, ModelCall]:
         """Returns the recording of the form in which the model is called, and the call as it goes on.
 
         Args:
             only_loss: see `Arguments`.
+            looked: kept with the call by whoever has the call come again, for each chunk: then only the settings are
+                looked at anew.
         Raises: SplitError when the chunks would not give what the model would.
         """
         model = self._model()
         assert model is not None
-        arguments = by_name(model, *call).reading(only_loss)
-        form, now = form_of(arguments), self._settings.now()
+        now = self._settings.now()
         if now is not self._now:
             self._now, self._forms = now, self._known.setdefault(now, {})
+        if looked and looked[0] is self and looked[1] is now:
+            return looked[2], looked[3]
+        arguments = by_name(model, *call).reading(only_loss)
+        form = form_of(arguments)
         known = self._forms.setdefault(form, [])
         found = next((one for one in known if one.decisions.hold_for(arguments)), None)
         if found is None:
@@ -179,7 +184,10 @@ class CallGuard:
         called = model.get_submodule(call.module)
         keeps = not called.training and "use_cache" in inspect.signature(called.forward).parameters
         drops = only_loss and keeps and "use_cache" not in arguments
-        return found, call._replace(kwargs={**call.kwargs, "use_cache": False}) if drops else call
+        goes_on = call._replace(kwargs={**call.kwargs, "use_cache": False}) if drops else call
+        if looked is not None:
+            looked[:] = self, self._now, found, goes_on
+        return found, goes_on
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -92,8 +92,7 @@ class ForeignTensors:
 
         return _Looking(keeper, "the model's forward")
 
-    @contextlib.contextmanager
-    def carried(self, found: Trace, end: int) -> Iterator[None]:
+    def carried(self, found: Trace, end: int) -> AbstractContextManager[None]:
         """Around the model's forward as a chunk that ends before block `end`. Raises: SplitError, in it, when it reads
         in front of the blocks what an earlier micro-batch's forward has left behind them: that may not have run.
 
@@ -101,9 +100,10 @@ class ForeignTensors:
             found: the recording of such a call.
         """
         names = {*self._trace.behind, *found.behind} if end < len(self._trace.blocks) else ()
-        if not names:  # as in nearly all models: nothing is put on
-            yield
-            return
+        return self._carried(names, found) if names else nullcontext()  # nearly all models have none
+
+    @contextlib.contextmanager
+    def _carried(self, names: Iterable[str], found: Trace) -> Iterator[None]:
         held = holders(modules_around(self._model, self._trace.blocks)) | dict(self._model.named_modules())
         with Coat() as coat:
             for name in names:

@@ -137,6 +137,7 @@ class LossRun:
 
     Attributes:
         call: of the model; None until there was one.
+        looked: what the model's `CallGuard` has found out of it.
         is_over: whether it has ended.
     """
 
@@ -166,6 +167,7 @@ class LossRun:
         self._settings: GlobalSwitches | None = None
         self._grad_before = True
         self.call: ModelCall | None = None
+        self.looked: list[Any] = []
         self.is_over = self._once = False
         self._result: Any = None
 

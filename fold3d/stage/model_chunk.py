@@ -55,8 +55,9 @@ class OncePerMicroBatch:
         inputs, again = _versions(micro_batch.loss.call), run == "again"
         afterwards = micro_batch.afterwards if micro_batch.loss.is_users and not again else None
         own = self._own.around(chunk, afterwards)
+        shared = self._shared.unchanged(micro_batch.key and micro_batch.key[:2])
         if self._buffers is None:
-            with own, self._shared.unchanged():
+            with own, shared:
                 yield
             return
         if again:
@@ -64,7 +65,7 @@ class OncePerMicroBatch:
         else:
             before = micro_batch.before
             buffers = self._buffers.of_chunk(chunk, before, recomputes=run == "first", afterwards=afterwards)
-        with micro_batch.drawn.once(chunk, again=again), buffers, own, self._shared.unchanged():
+        with micro_batch.drawn.once(chunk, again=again), buffers, own, shared:
             yield
         changed = [name for name, now in _versions(micro_batch.loss.call).items() if now != inputs[name]]
         if changed:

@@ -26,6 +26,7 @@ from fold3d.trace.state import (
     OF_EVERY_MODULE,
     OTHER,
     PLAIN,
+    HeldObjects,
     Position,
     attributes_of,
     holders,
@@ -220,15 +221,23 @@ class ChangedBuffers:
         self._holders = list(named.values())
         self._modules = [one for one in self._holders if isinstance(one, nn.Module)]
         self._in_front = [not f"{path}.".startswith(inside) for path in named]
+        self._watched = {
+            (in_front, recomputes): [
+                n for n, is_outside in enumerate(self._in_front) if (in_front, recomputes)[not is_outside]
+            ]
+            for in_front in (False, True)
+            for recomputes in (False, True)
+        }
         self._first: int | None = None
         self._changing: set[StatePlace] = set()
         self._compared: set[tuple[int, bool, tuple[bool, ...]]] = set()  # in which modes values have been compared
         self._always_compares = unseen
         self._is_users = [is_users_object(one) for one in self._holders]
         self._known = set(map(id, self._holders))
-        self._users = [(path, one) for path, one in model.named_modules() if is_users_object(one)]
+        self._held = HeldObjects((path, one) for path, one in model.named_modules() if is_users_object(one))
         self._begun: dict[int, WeakValueDictionary[int, Before]] = defaultdict(WeakValueDictionary)
         """By chunk, of the micro-batches that it has run."""
+        self._has_made = False
 
     @contextlib.contextmanager
     def of_chunk(
@@ -246,10 +255,10 @@ class ChangedBuffers:
         self._first = chunk if self._first is None else min(self._first, chunk)
         in_front = chunk == self._first
         fixed = {place: value for place, value in before.items() if self._in_front[place.holder] and not in_front}
-        watched = [n for n, is_outside in enumerate(self._in_front) if (in_front if is_outside else recomputes)]
+        watched = self._watched[in_front, recomputes]
         # Kernels of batch norms change their statistics without saying so: values are compared, but only once where no
         # code of the user's can do so later, because that waits for a GPU.
-        mode = (chunk, recomputes, tuple(module.training for module in self._modules))
+        mode = (chunk, recomputes, tuple([module.training for module in self._modules]) if watched else ())
         compares = self._always_compares or mode not in self._compared
         self._compared.add(mode)
         attributes = PlainAttributes(self._model, {number: self._holders[number] for number in watched})
@@ -271,7 +280,9 @@ class ChangedBuffers:
         copied = {place: kept for place, _, kept in inside if kept is not None}
         versions = [[version_of(one) for one in tensors] for _, tensors, _ in inside]
         behind: list[StatePlace] = []
-        made = self._made_meanwhile()
+        # What one forward makes the next one may change: that shows with the next micro-batch at the latest.
+        made = self._made_meanwhile() if in_front or self._has_made or chunk not in self._begun else {}
+        self._has_made = bool(made)
         try:
             with self._holding(fixed, behind):
                 yield
@@ -312,7 +323,7 @@ class ChangedBuffers:
         """Returns objects of the user's that modules hold, and did not when this was made, with their attributes."""
         return {
             id(one): (path, one, {name: plain(value, others=True) for name, value in attributes_of(one).items()})
-            for path, one in (holders(self._users) if self._users else {}).items()
+            for path, one in self._held.now().items()
             if id(one) not in self._known and is_users_object(one)
         }
 

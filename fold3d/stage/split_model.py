@@ -228,7 +228,8 @@ class SplitModel:
         device, output = inputs[0].device if inputs else self._device, None
         with self._busy(), at_home(device):
             with loss.attributes():
-                found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss)
+                looked = loss.looked if instead is None else None
+                found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss, looked=looked)
             with loss.inside((blocks, last)), self._guard.watched():
                 run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
                 try:

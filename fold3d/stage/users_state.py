@@ -47,6 +47,8 @@ from fold3d.trace.state import (
 from fold3d.trace.wrappers import users_hooks
 
 _PLAIN = tuple(PLAIN)
+_CONSTANTS = PLAIN | {type, FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device}
+"""Of values that are the same as long as they are the same object."""
 _LISTS = (list, tuple, deque)
 _OF_EVERY_MODULE = (OF_EVERY_MODULE | {"forward"}) - {"training"}
 """Not attributes of the user's: forwards are put on while a loss function runs."""
@@ -102,10 +104,20 @@ class Namespace:
 
     def __init__(self, values: MutableMapping[str, Any], kind: Kind, what: str, owner: object = None) -> None:
         self.values, self.kind, self.what, self.owner = values, kind, what, owner
+        self._looked: tuple[tuple[object, ...], Contents] | None = None
+        """What tells that nothing has been set since all values were constants, and what there was."""
 
     def contents(self) -> Contents:
-        """Returns what it holds now."""
-        return Contents(dict(self.values))
+        """Returns what it holds now; while that is the same constants, the same object."""
+        values = self.values
+        now = values.objects() if isinstance(values, View) else (*values, *values.values())
+        if self._looked is not None:
+            then, contents = self._looked
+            if len(now) == len(then) and all(map(operator.is_, now, then)):
+                return contents
+        contents = Contents(dict(values))
+        self._looked = (now, contents) if _CONSTANTS.issuperset(map(type, contents.values.values())) else None
+        return contents
 
 
 class Contents:
@@ -121,12 +133,16 @@ class Contents:
 
     def changed(self, before: Contents) -> set[str]:
         """Returns the names of what was set, changed or deleted since `before`."""
+        if self is before:
+            return set()
         inside = {name for name, one in self._versions.items() if one != before._versions.get(name, ABSENT)}
         return inside | _set_since(before.values, self.values)
 
     def counted(self, before: Contents) -> set[str]:
         """Returns the names of what was there before, and is another number or text, or has another content, now; new
         entries of a dictionary or a set are none."""
+        if self is before:
+            return set()
         return {
             name
             for name, then in before._versions.items()
@@ -162,6 +178,12 @@ class _Attributes(View):
         except AttributeError:
             raise KeyError(name) from None
 
+    def objects(self) -> tuple[object, ...]:
+        if not isinstance(self._one, type):
+            return super().objects()
+        held = vars(self._one)
+        return (*held, *held.values())
+
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._one, name, value)
 
@@ -182,6 +204,9 @@ class _Globals(View):
     def __init__(self, function: FunctionType) -> None:
         self._all = function.__globals__
         self._names = [name for name in _names_in(function.__code__) if self._is_state(name)]
+
+    def objects(self) -> tuple[object, ...]:
+        return tuple(map(self._all.get, self._names, itertools.repeat(ABSENT)))
 
     def _is_state(self, name: str) -> bool:
         value = self._all.get(name, ABSENT)
@@ -372,10 +397,21 @@ class SharedValues:
         # What is quantised is packed anew by its library.
         self._parameters = {name: one for name, one in weights if not is_compound(one)}
         self._unseen = unseen
+        self._step: object = None
+        self._not_trained: list[tuple[str, nn.Parameter]] = []
+        """As the step began; code that runs in it may not freeze weights."""
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Around the model's forward as a chunk. Raises: SplitError when such a value is another one behind it."""
+    def unchanged(self, step: object = None) -> Iterator[None]:
+        """Around the model's forward as a chunk. Raises: SplitError when such a value is another one behind it.
+
+        Args:
+            step: the same in all of a step; None: there is no other forward in it.
+        """
+        if step is None or step != self._step:
+            self._step = step
+            with torch._C.DisableTorchFunctionSubclass():  # as in `ModelState.trained`
+                self._not_trained = [(name, one) for name, one in self._parameters.items() if not one.requires_grad]
         before, frozen = self._contents(), self._frozen()
         yield
         written = [name for name, version in self._frozen().items() if frozen.get(name, version) != version]
@@ -385,6 +421,8 @@ class SharedValues:
                 "blocks runs once for each chunk of the model: do that in a callback (on_step_end), or set pp=1 and "
                 "segments=1, where nothing is cut"
             )
+        if all(map(operator.is_, self._contents(), before)):
+            return  # all of it constants, as of most models
         for number, name in _counted(self._spaces, before, self._flags):
             raise SplitError(
                 f"the model's forward changes {name!r} ({self._spaces[number].what}). In a model that is cut, chunks "
@@ -401,7 +439,7 @@ class SharedValues:
         with torch._C.DisableTorchFunctionSubclass():  # as in `ModelState.trained`
             return {
                 name: (one._version, *_marks_of(one, self._unseen))
-                for name, one in self._parameters.items()
+                for name, one in self._not_trained
                 if not one.requires_grad
             }
 
@@ -742,10 +780,16 @@ class KeptAttributes:
         if self._states:
             _LIBRARIES.set(self._states[0])
 
-    @contextlib.contextmanager
-    def in_the_model(self, run: object) -> Iterator[None]:
+    def in_the_model(self, run: object) -> contextlib.AbstractContextManager[None]:
         """While the model's forward runs. A `run` that comes again finds what it found before, and leaves nothing; so
         does one on another part of the micro-batch, which may take turns with this one."""
+        if self._sets_nothing and not self._runs:
+            self._at.setdefault(run, [])
+            return contextlib.nullcontext()
+        return self._in_the_model(run)
+
+    @contextlib.contextmanager
+    def _in_the_model(self, run: object) -> Iterator[None]:
         if not self._runs:
             self._comes_again = run in self._at
             self._held = [_Held(*one) for one in self._at.setdefault(run, self._values())]
@@ -798,6 +842,11 @@ class KeptAttributes:
                     "pp=1 and segments=1, where nothing is cut"
                 )
 
+    @property
+    def _sets_nothing(self) -> bool:
+        """As most loss functions."""
+        return not _SET_IN_FRONT and not self._names
+
     def _of_root(self) -> dict[str, Version]:
         """Returns what differs once an attribute of the model has changed, but for those that the first half has
         set."""
@@ -809,8 +858,8 @@ class KeptAttributes:
 
     def _values(self) -> list[_Value]:
         """Returns the micro-batch's own values."""
-        if not _SET_IN_FRONT and not self._names:
-            return []  # most loss functions set nothing
+        if self._sets_nothing:
+            return []
         return [
             _Value(number, space, name, as_it_was(value))
             for number, (space, kept) in enumerate(zip(self._spaces, self._kept, strict=True))

@@ -122,8 +122,9 @@ def is_users(module: str | None) -> bool:
     return (module or "").partition(".")[0] not in _FRAMEWORKS
 
 
-def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
-    """Returns whose attributes the code of some modules may set, by path, such as "head", "head.memory", "caches[0]".
+def holders(modules: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Returns whose attributes the code of some modules, or objects, may set, by path, such as "head", "head.memory",
+    "caches[0]".
 
     These are the modules, unless they are torch's own, and what has attributes in theirs, or in containers there, but
     for objects of Python's and of torch's.
@@ -142,20 +143,57 @@ def holders(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
     return found
 
 
+class HeldObjects:
+    """What modules hold that has attributes, with all that it holds, as `holders`, for who asks again and again."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._looks: list[tuple[object, ...]] = [()] * len(self._modules)
+        self._names: list[list[str]] = [[]] * len(self._modules)
+        """Of each module the attributes that may hold others, which its look tells: names and classes of all."""
+
+    def now(self) -> dict[str, object]:
+        """Returns them by path."""
+        held: list[tuple[str, object]] = []
+        for number, (path, module) in enumerate(self._modules):
+            attributes = module.__dict__
+            look = (*attributes, *map(type, attributes.values()))
+            if look != self._looks[number] or slots_of(type(module)):
+                self._looks[number] = look
+                self._names[number] = [
+                    name
+                    for name, value in attributes_of(module).items()
+                    if name not in OF_EVERY_MODULE and (type(value) in CONTAINERS or _has_others(value))
+                ]
+            for name in self._names[number]:
+                held += _inside(f"{path}.{name}".lstrip("."), attributes_of(module).get(name))
+        return holders(held) if held else {}
+
+
 def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
     kind = type(value)
-    if kind in PLAIN or isinstance(value, _NO_HOLDERS):
-        return
     if kind in CONTAINERS:
         if len(value) <= MOST:
             for key, one in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from _inside(f"{path}[{key!r}]", one)
-    elif kind.__module__.partition(".")[0] not in _LIBRARIES and (hasattr(value, "__dict__") or slots_of(kind)):
+    elif _has_others(value):
         yield path, value
+
+
+def _has_others(value: Any) -> bool:
+    """Whether a value, no container, has attributes in which it may keep others for a model."""
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, _NO_HOLDERS) or kind.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    return bool(hasattr(value, "__dict__") or slots_of(kind))
 
 
 class View(MutableMapping[str, Any]):
     """Values that lie elsewhere."""
+
+    def objects(self) -> tuple[object, ...]:
+        """Returns names and values, or others of which one is another object once a value is: quicker to look at."""
+        return (*self, *self.values())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -166,6 +204,12 @@ class Cells(View):
 
     def __init__(self, function: FunctionType) -> None:
         self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def objects(self) -> tuple[object, ...]:
+        try:
+            return tuple([cell.cell_contents for cell in self._cells.values()])
+        except ValueError:  # one is not set yet
+            return super().objects()
 
     def __getitem__(self, name: str) -> Any:
         try:

@@ -36,11 +36,11 @@ class Sync:
         gradients = SimpleNamespace(nbytes=BUCKET)
         self.buckets: list[Any] = [SimpleNamespace(spec=spec, gradients=gradients) for spec in specs]
         self.plan = BucketSchedule.make(specs, STRATEGY, stage=0)  # type: ignore[arg-type]
-        self.rate = RATE
+        self.rate = self.sustained = RATE
         self.by_library = False
 
-    def bandwidth(self) -> float:
-        return self.rate
+    def bandwidth(self, *, sustained: bool = False) -> float:
+        return min(self.rate, self.sustained) if sustained else self.rate
 
     def settle(self) -> None:
         pass
@@ -123,6 +123,13 @@ def test_the_first_look_waits_for_measured_steps(monkeypatch) -> None:
     observe(replanner, FIRST_STEPS - 1, 100.0)
     assert not replanner.is_due and replanner.expected is None
     assert 60.0 < first_look(make_tuner(monkeypatch), Sync()) < 60.0 + 8 * 10 + 10
+
+
+def test_gathers_are_planned_at_the_speed_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = Sync()
+    at_best = first_look(make_tuner(monkeypatch), sync)
+    sync.sustained = RATE / 2
+    assert first_look(make_tuner(monkeypatch), sync) > 1.1 * at_best
 
 
 def test_launches_are_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,13 +44,16 @@ class VirtualLayer(nn.Module):
         self.forward_s = forward_s
         self.backward_s = backward_s
         self.saved = saved
-        self._watch_weight()
+        self.watch_weight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._watch_weight()  # a copy's weight has none of the hooks
+        self.watch_weight()  # a copy's weight has none of the hooks
 
-    def _watch_weight(self) -> None:
+    def watch_weight(self) -> None:
+        """Whoever adds to the gradient of `weight` ends what the backward takes up."""
+        if not isinstance(self.weight, nn.Parameter):
+            return
         hooks = self.weight._post_accumulate_grad_hooks
         if hooks and self._accumulated in hooks.values():
             return
@@ -58,8 +61,6 @@ class VirtualLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of `x`."""
-        if isinstance(self.weight, nn.Parameter):
-            self._watch_weight()  # FSDP has put another parameter in its place
         y: Tensor = _Occupy.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -130,6 +131,7 @@ class _Occupy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: VirtualLayer) -> Tensor:
         busy = _Busy(x.device, layer.forward_s)
+        layer.watch_weight()  # FSDP has put another parameter in its place
         ctx.save_for_backward(weight, x.new_ones(layer.saved) if layer.saved else None)
         ctx.layer = layer
         y = x + weight.mean()

@@ -22,6 +22,7 @@ constexpr int kLearning = 2, kMemory = 20;   // windows of the meter
 constexpr std::size_t kSliceAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;
+constexpr double kNewest = 0.05;      // weight of a window in the mean
 constexpr double kEnoughNs = 5e6;     // less than this tells more about the clock than about the connection,
 constexpr double kEnoughBytes = 1e6;  // unless so much went over
 
@@ -36,6 +37,11 @@ void Credits::ends(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   meter_.ends(now_ns(), bytes, queue());
   if (const double bandwidth = meter_.bandwidth(); bandwidth > 0.0) set_bandwidth(bandwidth);
+}
+
+double Credits::sustained() const {
+  const std::lock_guard lock(mutex_);
+  return meter_.sustained();
 }
 
 /// Of all lines together.
@@ -121,7 +127,8 @@ bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const SendQueu
   time_ns_ += static_cast<double>(now_ns - since_ns_);
   restart(now_ns, queue);
   if (time_ns_ <= kWindowNs) return false;
-  windows_[next_window_] = bytes_ / time_ns_ * 1e9;
+  const double speed = windows_[next_window_] = bytes_ / time_ns_ * 1e9;
+  sustained_ = sustained_ == 0.0 ? speed : sustained_ + kNewest * (speed - sustained_);
   next_window_ = (next_window_ + 1) % windows_.size();
   bytes_ = time_ns_ = 0.0;
   return true;

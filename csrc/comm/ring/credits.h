@@ -36,6 +36,9 @@ class BandwidthMeter {
   double last() const { return windows_[(next_window_ + windows_.size() - 1) % windows_.size()]; }
   /// Bytes per second; 0.0 until enough went over to tell.
   double bandwidth() const;
+  /// The mean over all windows, the last twenty or so counting most: what goes over in the end, with what slows single
+  /// windows down. 0.0 until one has ended.
+  double sustained() const { return sustained_; }
 
  private:
   void restart(std::int64_t now_ns, const SendQueue& queue);
@@ -48,6 +51,7 @@ class BandwidthMeter {
   double bytes_ = 0.0, time_ns_ = 0.0;  // of the window under way
   std::array<double, 8> windows_{};     // those before it, bytes per second
   std::size_t next_window_ = 0;
+  double sustained_ = 0.0;
 };
 
 /// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a slice has put on the
@@ -69,6 +73,8 @@ class Credits {
   void set_bandwidth(double bytes_per_second) { bandwidth_.store(bytes_per_second, std::memory_order_relaxed); }
   /// 0.0 as long as it is not known.
   double bandwidth() const { return bandwidth_.load(std::memory_order_relaxed); }
+  /// What all lines together bring over in the long run, in bytes per second; 0.0 as long as it is not known.
+  double sustained() const;
 
   /// Bytes of a slice of one line: a multiple of 64.
   std::size_t slice_bytes() const;
@@ -85,7 +91,7 @@ class Credits {
   const std::size_t fixed_;
   const int lines_;
   std::vector<std::shared_ptr<const RingConnection>> measured_;
-  std::mutex mutex_;  // guards meter_
+  mutable std::mutex mutex_;  // guards meter_
   BandwidthMeter meter_;
   std::atomic<double> bandwidth_{0.0};
 };

@@ -225,6 +225,7 @@ class Replanner:
             "copy_rate": self._copy_rate,
             "buckets": buckets,
             "bandwidth": 0.0 if sync is None else sync.bandwidth(),
+            "sustained": 0.0 if sync is None else sync.bandwidth(sustained=True),
             "by_library": sync is not None and sync.by_library,
             "divides": divides,
             "links": self._links_now.traffic(),
@@ -304,12 +305,14 @@ class Replanner:
             ),
             style=schedule.style,
         )
+        # At the best speed more gathers would fit beside the backward than really do, and delay what it has summed.
+        sustained = min(bandwidth, max(share["sustained"] for share in shares) or bandwidth)
         cluster = ClusterCosts(
             dp=self._topology.dp,
-            bandwidth=bandwidth,
+            bandwidth=sustained,
             latency=self._links[1],
             hop_latency=self._links[2],
-            slice_bytes=pause_bytes(bandwidth),
+            slice_bytes=pause_bytes(sustained),
             preempt=self._config.preempt,
             copies_share=True,
             gradient_share=gradient_share(self._config.dp_sync_dtype),

@@ -127,6 +127,26 @@ TEST(BandwidthMeter, CountsWhatIsSentWhereNothingElseIsKnown) {
   EXPECT_NEAR(meter.bandwidth(), 0.5e9, 1e7);
 }
 
+TEST(BandwidthMeter, SustainedIsTheMeanOfWindowsAndBandwidthTheFastest) {
+  constexpr SendQueue kUnknown{.is_known = false};
+  BandwidthMeter meter;
+  std::int64_t now = 0;
+  const auto window = [&](double speed) {
+    for (bool ended = false; !ended;) {
+      meter.begins(now, kUnknown);
+      ended = meter.ends(now += 1'000'000, static_cast<std::size_t>(speed / 1e3), kUnknown);
+    }
+  };
+  EXPECT_EQ(meter.sustained(), 0.0);
+  window(1e8);
+  EXPECT_NEAR(meter.sustained(), 1e8, 1e6);
+  for (int i = 0; i < 200; ++i) window(i % 4 == 0 ? 1.2e8 : 1e8);
+  EXPECT_NEAR(meter.sustained(), 1.05e8, 2e6);
+  EXPECT_NEAR(meter.bandwidth(), 1.2e8, 1e6);
+  for (int i = 0; i < 100; ++i) window(5e7);  // the link is slower by now
+  EXPECT_NEAR(meter.sustained(), 5e7, 1e6);
+}
+
 /// A link of 1e8 bytes per second and 10 ms that needs `needed` seconds in flight beyond two round trips.
 double speed_with(std::size_t window, double needed) {
   const double enough = 1e8 * (2 * 0.01 + needed);
