@@ -46,9 +46,11 @@ class NoReplicas:
     def drain(self) -> None:
         """Returns."""
 
-    def bandwidth(self, *, sustained: bool = False) -> float:
+    def bandwidth(self) -> float:
         """Nothing is sent."""
         return 0.0
+
+    sustained_bandwidth = bandwidth
 
     def take_records(self) -> list[Any]:
         """Returns none."""
