@@ -22,7 +22,7 @@ constexpr int kLearning = 2, kMemory = 20;   // windows of the meter
 constexpr std::size_t kSliceAlignment = 64;  // no element is cut
 
 constexpr double kWindowNs = 1e8;
-constexpr double kNewest = 0.05;      // weight of a window in the mean
+constexpr double kNewest = 0.05;      // least weight of the last window in the mean
 constexpr double kEnoughNs = 5e6;     // less than this tells more about the clock than about the connection,
 constexpr double kEnoughBytes = 1e6;  // unless so much went over
 
@@ -128,7 +128,7 @@ bool BandwidthMeter::ends(std::int64_t now_ns, std::size_t bytes, const SendQueu
   restart(now_ns, queue);
   if (time_ns_ <= kWindowNs) return false;
   const double speed = windows_[next_window_] = bytes_ / time_ns_ * 1e9;
-  sustained_ = sustained_ == 0.0 ? speed : sustained_ + kNewest * (speed - sustained_);
+  sustained_ += std::max(kNewest, 1.0 / ++measured_) * (speed - sustained_);
   next_window_ = (next_window_ + 1) % windows_.size();
   bytes_ = time_ns_ = 0.0;
   return true;

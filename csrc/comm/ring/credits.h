@@ -52,6 +52,7 @@ class BandwidthMeter {
   std::array<double, 8> windows_{};     // those before it, bytes per second
   std::size_t next_window_ = 0;
   double sustained_ = 0.0;
+  int measured_ = 0;  // windows
 };
 
 /// How much data-parallel traffic may be on its way at once. A pipeline message waits for what a slice has put on the
