@@ -163,21 +163,17 @@ class SplitModel:
 
     def way(self, loss: LossRun) -> int:
         """Returns a number that calls have in common for which the model takes one way, as far as it was recorded."""
-        assert loss.call is not None
-        with loss.attributes():
-            return id(self._guard.enter(loss.call, only_loss=loss.only_loss)[0])
+        return id(self._enter(loss)[0])
 
     def why_not_in_parts(self, chunk: int, loss: LossRun) -> str:
         """Returns why the blocks cannot run on parts of the micro-batch; "" where they may."""
-        assert loss.call is not None
         if hooked := self._foreign.hooked():
             return f"hooks of {hooked} would see parts of a micro-batch"
         if loss.is_users and self._trace.kept:
             return f"the loss function may read the attribute {self._trace.kept[0]}, which would be of a part"
         if not self.is_last(chunk):
             return ""
-        with loss.attributes():
-            return self._guard.enter(loss.call, only_loss=loss.only_loss)[0].head_border
+        return self._enter(loss)[0].head_border
 
     def body(
         self,
@@ -224,12 +220,9 @@ class SplitModel:
         key: tuple[int, int, int] | None,
         instead: ModelCall | None = None,
     ) -> tuple[list[Tensor], Any]:
-        assert loss.call is not None
         device, output = inputs[0].device if inputs else self._device, None
         with self._busy(), at_home(device):
-            with loss.attributes():
-                looked = loss.looked if instead is None else None
-                found, call = self._guard.enter(instead or loss.call, only_loss=loss.only_loss, looked=looked)
+            found, call = self._enter(loss, instead)
             with loss.inside((blocks, last)), self._guard.watched():
                 run = self._begin(blocks, last, device, inputs, key, self._borders_in(found))
                 try:
@@ -346,6 +339,14 @@ class SplitModel:
         if key is not None:
             self._generators = run.generators
         return run
+
+    def _enter(self, loss: LossRun, instead: ModelCall | None = None) -> tuple[Trace, ModelCall]:
+        """Returns the recording of the form of a loss function's call, or of the one `instead` of it, and how it goes
+        on."""
+        assert loss.call is not None
+        looked = loss.looked if instead is None else None
+        with loss.attributes():
+            return self._guard.enter(instead or loss.call, only_loss=loss.only_loss, looked=looked)
 
     def take_ends(self) -> list[Tensor]:
         """Returns what the model's last block returned in the runs with gradient since the last call."""
