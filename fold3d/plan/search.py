@@ -490,7 +490,8 @@ def recheck(
         )
     plan, jobs = Plan.of(strategy), [registry.with_costs(one, strategy.settings) for one in (job, *others)]
     backward_ms = without_recomputed(jobs[0], strategy, backward_ms)
-    # What an action costs beside its layers was measured with them, and so was what settings cost.
+    # What an action costs beside its layers was measured with them, and so were what settings cost and what bytes on
+    # their way delay.
     action_ms = 1e3 * job.action_seconds
     predicted = [layout_of(one, strategy.ranges, strategy.bucket_bytes) for one in jobs]
     measured = []
@@ -506,7 +507,8 @@ def recheck(
                 [t if alike else max(0.0, t - action_ms) * s + action_ms for t, s in zip(ms, shares, strict=True)]
             )
         timed = with_times(one, strategy.ranges, times[0], times[1], tp_ms)
-        measured.append(replace(timed, action_seconds=0.0, stage_times=()))
+        network = replace(timed.network, toll=0.0)
+        measured.append(replace(timed, network=network, action_seconds=0.0, stage_times=()))
     layout = layout_of(measured[0], plan.ranges, plan.bucket_bytes, plan.spared)
     gathers = tuple(tuple(strategy.gathers_of(stage, layout.buckets_of(stage, job.pp))) for stage in range(job.pp))
     now = simulate(measured[0], replace(plan, gather_order=gathers))[0].step_ns

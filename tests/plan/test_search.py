@@ -172,9 +172,10 @@ def test_recheck_answers_only_to_drift():
     )
     slow = recheck(job, bad.strategy, [2 * ms for ms in forward], [2 * ms for ms in backward])
     assert slow is None or slow.prediction.ranks[0].compute_ms > 1.9 * better.prediction.ranks[0].compute_ms
-    busy = replace(job, action_seconds=1e-3)  # is part of what was measured
-    again = recheck(busy, bad.strategy, forward, backward)
-    assert again is not None and again.step_ms == better.step_ms
+    delayed = replace(job.network, toll=0.5 / job.network.dp_bandwidth)
+    for busy in (replace(job, action_seconds=1e-3), replace(job, network=delayed)):  # is part of what was measured
+        again = recheck(busy, bad.strategy, forward, backward)
+        assert again is not None and again.step_ms == better.step_ms
     with pytest.raises(ConfigError, match="one each"):
         recheck(job, choice, forward[1:], backward)
 
