@@ -12,14 +12,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
 
 #include "comm/socket/fork_guard.h"
 
 namespace fold3d::comm {
 namespace {
-
-constexpr int kBufferLock = 72;  // SO_BUF_LOCK, which older headers do not have
 
 int milliseconds_until(TcpSocket::Clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - TcpSocket::Clock::now()).count();
@@ -157,29 +154,8 @@ std::size_t TcpSocket::segment_bytes() const {
 
 void TcpSocket::limit_window(std::size_t bytes) const {
   constexpr std::size_t kNoLimit = 1u << 30;
-  const std::size_t most = bytes == 0 ? kNoLimit : std::clamp(bytes, 4 * segment_bytes(), kNoLimit);
-  const bool by_buffer = most <= most_buffer();
-  const int clamp = static_cast<int>(by_buffer ? kNoLimit : most);
-  if (by_buffer) {
-    const int value = static_cast<int>(most);
-    ::setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &value, sizeof(value));
-  } else {
-    const int by_system = 0;  // the buffer grows again as the system likes
-    ::setsockopt(fd_, SOL_SOCKET, kBufferLock, &by_system, sizeof(by_system));
-  }
-  ::setsockopt(fd_, IPPROTO_TCP, TCP_WINDOW_CLAMP, &clamp, sizeof(clamp));
-}
-
-std::size_t TcpSocket::most_buffer() const {
-  int locked = 0;
-  socklen_t size = sizeof(locked);
-  if (::getsockopt(fd_, SOL_SOCKET, kBufferLock, &locked, &size) != 0) return 0;  // before Linux 5.14
-  static const std::size_t allowed = [] {
-    std::size_t most = 0;
-    std::ifstream("/proc/sys/net/core/rmem_max") >> most;
-    return most;
-  }();
-  return allowed;
+  const int value = static_cast<int>(bytes == 0 ? kNoLimit : std::clamp(bytes, 4 * segment_bytes(), kNoLimit));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_WINDOW_CLAMP, &value, sizeof(value));
 }
 
 void TcpSocket::limit_waiting(std::size_t bytes, std::size_t at_once) {

@@ -63,9 +63,6 @@ class TcpSocket {
   Progress progress() const;
   /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
   /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
-  /// Where nobody reads, up to twice as many lie here: the receive buffer has that size, so its window closes. Where
-  /// the system does not allow that size, or would not take a buffer back, a clamp limits what is on its way, and
-  /// unread bytes may fill all of the system's buffer.
   void limit_window(std::size_t bytes) const;
   /// Sends only while fewer than about `bytes` have not begun to travel, whatever the buffer could take: then pieces of
   /// `at_once` bytes, if that is more. Each costs two calls of the system. From the thread that sends.
@@ -73,8 +70,6 @@ class TcpSocket {
 
  private:
   std::size_t segment_bytes() const;
-  /// How large a receive buffer may be made, and be given back to the system later; 0: not at all.
-  std::size_t most_buffer() const;
 
   const int fd_;
   std::size_t most_waiting_ = 0, at_once_ = 0;  // of whoever sends; 0: no limit
