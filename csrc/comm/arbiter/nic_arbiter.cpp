@@ -147,9 +147,22 @@ std::int64_t NicArbiter::hold_message(Direction direction) {
   return held.ns;
 }
 
+NicArbiter::Urgency NicArbiter::urgency_of(Direction direction, Traffic traffic) const {
+  return {.kinds = {tensors_of(direction), kind_of(direction), kSlices}, .count = traffic == first_ ? 2u : 3u};
+}
+
 std::int64_t NicArbiter::hold(Direction direction, Traffic traffic, std::int64_t limit_ns) {
-  return hold_slice(
-      {.kinds = {tensors_of(direction), kind_of(direction), kSlices}, .count = traffic == first_ ? 2u : 3u}, limit_ns);
+  return hold_slice(urgency_of(direction, traffic), limit_ns);
+}
+
+std::int64_t NicArbiter::longest_ns(Direction direction, Traffic traffic) const {
+  const Urgency urgency = urgency_of(direction, traffic);
+  std::int64_t longest = 0;
+  if (!preempt_) return longest;
+  for (const std::size_t kind : std::span(urgency.kinds.data(), urgency.count)) {
+    if (pending(kind) > 0) longest = std::max(longest, state_.urgent[kind].transfer_ns.load());
+  }
+  return longest;
 }
 
 std::int64_t NicArbiter::hold_both_ways(Traffic traffic, std::int64_t limit_ns) {

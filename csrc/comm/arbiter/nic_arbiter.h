@@ -82,7 +82,9 @@ class NicArbiter {
   /// Blocks until a slice of `traffic`, of DP.sync, may go, for at most `limit_ns`; returns the nanoseconds it was
   /// held. An atomic load for each kind of more urgent traffic when none is pending.
   std::int64_t hold(Direction direction, Traffic traffic, std::int64_t limit_ns = kUnlimited);
-  /// The same for a slice that is sent and received in one, as a library's collectives are.
+  /// About how long the largest transfer takes alone for which it waits now, in nanoseconds.
+  std::int64_t longest_ns(Direction direction, Traffic traffic) const;
+  /// The same as hold() for a slice that is sent and received in one, as a library's collectives are.
   std::int64_t hold_both_ways(Traffic traffic, std::int64_t limit_ns = kUnlimited);
 
   /// A slice was under way from `start_ns` to `end_ns`. Only counts what messages waited for it.
@@ -138,6 +140,7 @@ class NicArbiter {
   void wait(std::uint32_t sequence, std::int64_t until_ns);
   std::int64_t start_ns(std::int64_t ready_ns, std::size_t kind) const;
   int pending(std::size_t kind) const;
+  Urgency urgency_of(Direction direction, Traffic traffic) const;
   Held hold_for(const Urgency& urgency, std::int64_t limit_ns);
   std::int64_t hold_slice(const Urgency& urgency, std::int64_t limit_ns);
 

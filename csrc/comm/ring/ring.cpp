@@ -18,8 +18,9 @@ using Direction = NicArbiter::Direction;
 
 constexpr std::size_t kBlockBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
 constexpr std::size_t kMostSliceBytes = 256u << 10, kLeastSliceBytes = 16u << 10;  // without credits
-constexpr std::size_t kSlicesOfRound = 8;         // so that a round begins soon after the one before it
-constexpr std::size_t kTogetherBytes = 8u << 10;  // shorter rows are copied together rather than sent one by one
+constexpr std::size_t kSlicesOfRound = 8;            // so that a round begins soon after the one before it
+constexpr std::size_t kTogetherBytes = 8u << 10;     // shorter rows are copied together rather than sent one by one
+constexpr std::int64_t kWorthClosingNs = 2'000'000;  // two slices: what else may come meanwhile
 
 std::string member_of(NicArbiter::Traffic traffic, int rank) {
   const bool is_tensor = traffic == NicArbiter::Traffic::kTensor;
@@ -279,8 +280,13 @@ std::size_t Ring::recv_slice(Job& job, std::uint64_t number, const Place& place,
   const auto length = static_cast<std::size_t>(header.bytes);
   turn.take(job.exchange.wire_bytes(length));
   const bool is_held = receives_by_card_ && options_.traffic != Traffic::kTensor;
-  // A payload that is not read closes the connection's window: so the peer leaves the card to others, too.
-  if (is_held) arbiter_->hold(Direction::kReceive, options_.traffic);
+  if (is_held) {
+    // So the peer leaves the card to others, too, where that is worth some calls of the system.
+    const bool closes = arbiter_->longest_ns(Direction::kReceive, options_.traffic) >= kWorthClosingNs;
+    if (closes) connection_->close_window();
+    arbiter_->hold(Direction::kReceive, options_.traffic);
+    if (closes) connection_->open_window();
+  }
   const std::int64_t start_ns = now_ns();
   recv_payload(job.exchange, job.exchange.receives()[place.round], place.offset, length);
   if (is_held) arbiter_->passed(Direction::kReceive, start_ns, now_ns());

@@ -34,6 +34,10 @@ class RingConnection {
   virtual void limit_waiting([[maybe_unused]] std::size_t bytes, [[maybe_unused]] std::size_t at_once) {}
   /// A hint: the previous member may have so many bytes on their way here; 0: as many as the system likes.
   virtual void limit_window(std::size_t) {}
+  /// A hint: nobody is going to read for a while; until open_window() hardly more is to come than is on its way. From
+  /// the thread that receives.
+  virtual void close_window() {}
+  virtual void open_window() {}
 };
 
 }  // namespace fold3d::comm

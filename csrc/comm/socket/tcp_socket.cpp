@@ -1,5 +1,6 @@
 #include "comm/socket/tcp_socket.h"
 
+#include <linux/sock_diag.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -12,11 +13,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <utility>
 
 #include "comm/socket/fork_guard.h"
 
 namespace fold3d::comm {
 namespace {
+
+constexpr int kBufferLock = 72;  // SO_BUF_LOCK, which older headers do not have
 
 int milliseconds_until(TcpSocket::Clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - TcpSocket::Clock::now()).count();
@@ -152,10 +157,49 @@ std::size_t TcpSocket::segment_bytes() const {
   return static_cast<std::size_t>(bytes);
 }
 
-void TcpSocket::limit_window(std::size_t bytes) const {
+void TcpSocket::limit_window(std::size_t bytes) {
   constexpr std::size_t kNoLimit = 1u << 30;
-  const int value = static_cast<int>(bytes == 0 ? kNoLimit : std::clamp(bytes, 4 * segment_bytes(), kNoLimit));
+  window_ = bytes == 0 ? 0 : std::clamp(bytes, 4 * segment_bytes(), kNoLimit);
+  const int value = static_cast<int>(window_ == 0 ? kNoLimit : window_);
   ::setsockopt(fd_, IPPROTO_TCP, TCP_WINDOW_CLAMP, &value, sizeof(value));
+}
+
+void TcpSocket::close_window() {
+  if (window_ == 0 || closed_buffer_ != 0) return;
+  std::array<std::uint32_t, SK_MEMINFO_VARS> memory{};
+  socklen_t size = sizeof(memory);
+  if (::getsockopt(fd_, SOL_SOCKET, SO_MEMINFO, memory.data(), &size) != 0) return;
+  const std::size_t buffer = memory[SK_MEMINFO_RCVBUF];
+  if (buffer > 2 * most_buffer()) return;
+  // What is on its way still fits: packets take more memory than they carry.
+  const std::size_t needed = memory[SK_MEMINFO_RMEM_ALLOC] + memory[SK_MEMINFO_BACKLOG] + 3 * window_;
+  if (needed >= buffer) return;
+  closed_buffer_ = buffer;
+  set_buffer(needed);
+}
+
+void TcpSocket::open_window() {
+  if (closed_buffer_ == 0) return;
+  set_buffer(std::exchange(closed_buffer_, 0));
+  const int by_system = 0;  // it grows again as the system likes
+  ::setsockopt(fd_, SOL_SOCKET, kBufferLock, &by_system, sizeof(by_system));
+}
+
+void TcpSocket::set_buffer(std::size_t bytes) const {
+  const int value = static_cast<int>(bytes / 2);  // which the system doubles
+  ::setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &value, sizeof(value));
+}
+
+std::size_t TcpSocket::most_buffer() const {
+  int locked = 0;
+  socklen_t size = sizeof(locked);
+  if (::getsockopt(fd_, SOL_SOCKET, kBufferLock, &locked, &size) != 0) return 0;  // before Linux 5.14
+  static const std::size_t allowed = [] {
+    std::size_t most = 0;
+    std::ifstream("/proc/sys/net/core/rmem_max") >> most;
+    return most;
+  }();
+  return allowed;
 }
 
 void TcpSocket::limit_waiting(std::size_t bytes, std::size_t at_once) {

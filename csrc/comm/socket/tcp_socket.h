@@ -63,15 +63,25 @@ class TcpSocket {
   Progress progress() const;
   /// The peer may have no more than about `bytes` on their way here, but four segments: a receiver without room for
   /// whole segments makes its sender wait for timers. 0: as many as the system likes. May be raised again.
-  void limit_window(std::size_t bytes) const;
+  void limit_window(std::size_t bytes);
+  /// Until open_window() not many more bytes come than a limited window lets travel: a window closes only when the
+  /// buffer is full, so the buffer is made small. Does nothing without a limit, and where the system could not be given
+  /// the buffer back as it is. From the thread that receives.
+  void close_window();
+  void open_window();
   /// Sends only while fewer than about `bytes` have not begun to travel, whatever the buffer could take: then pieces of
   /// `at_once` bytes, if that is more. Each costs two calls of the system. From the thread that sends.
   void limit_waiting(std::size_t bytes, std::size_t at_once = 0);
 
  private:
   std::size_t segment_bytes() const;
+  void set_buffer(std::size_t bytes) const;
+  /// What may be asked for as a receive buffer, and be given back to the system later; 0: nothing.
+  std::size_t most_buffer() const;
 
   const int fd_;
+  std::size_t window_ = 0;                      // of whoever receives; 0: no limit
+  std::size_t closed_buffer_ = 0;               // how large the buffer is with an open window; 0: it is open
   std::size_t most_waiting_ = 0, at_once_ = 0;  // of whoever sends; 0: no limit
   // Whether a packet that is not full may wait for what is sent next: the system would not ask for more while so little
   // may wait that one packet is half of it. Else each piece ends in a short packet, which is acknowledged by itself.

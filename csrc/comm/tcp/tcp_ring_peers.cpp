@@ -80,6 +80,8 @@ class TcpRingPeers::Link final : public RingConnection {
   double round_trip_seconds() const override { return outgoing_->progress().round_trip_seconds; }
   void limit_waiting(std::size_t bytes, std::size_t at_once) override { outgoing_->limit_waiting(bytes, at_once); }
   void limit_window(std::size_t bytes) override { incoming_->limit_window(bytes); }
+  void close_window() override { incoming_->close_window(); }
+  void open_window() override { incoming_->open_window(); }
 
  private:
   void check(int error, const std::string& peer) {

@@ -61,6 +61,19 @@ TEST(HoldRule, PatienceGrowsWithTheTimeAMessageTakes) {
   EXPECT_EQ(pipeline.pending, 1);
 }
 
+TEST(NicArbiter, TellsHowLongTheLargestPendingTransferTakes) {
+  NicArbiter arbiter;
+  arbiter.set_bandwidth(1e9);
+  EXPECT_EQ(arbiter.longest_ns(Direction::kReceive, Traffic::kReduce), 0);
+  arbiter.message_begins(Direction::kReceive, 4'000'000);
+  arbiter.message_begins(Direction::kReceive, 1'000'000);
+  EXPECT_EQ(arbiter.longest_ns(Direction::kReceive, Traffic::kReduce), 4 * kMillisecond);
+  EXPECT_EQ(arbiter.longest_ns(Direction::kSend, Traffic::kReduce), 0);
+  arbiter.message_ends(Direction::kReceive);
+  arbiter.message_ends(Direction::kReceive);
+  EXPECT_EQ(arbiter.longest_ns(Direction::kReceive, Traffic::kReduce), 0);
+}
+
 TEST(NicArbiter, HoldsUntilThePipelineIsSilent) {
   NicArbiter arbiter("", kPatient);
   EXPECT_EQ(arbiter.hold(Direction::kSend, Traffic::kReduce), 0);
