@@ -113,6 +113,8 @@ class Profile:
     exposed_backward: tuple[float, ...] = ()
     inside: tuple[Inside, ...] = ()
     """Of the patterns that were asked for."""
+    busy: float = 1.0
+    """Part of forward and backward in which they have a core, or wait for one: what takes cores delays so much."""
 
     @staticmethod
     def agreed(profiles: Sequence[Profile], layers: Sequence[Sequence[Hashable]] = ()) -> Profile:
@@ -136,6 +138,7 @@ class Profile:
             update_seconds=median(profile.update_seconds for profile in profiles),
             host_update_seconds=median(profile.host_update_seconds for profile in profiles),
             measured=all(profile.measured for profile in profiles),
+            busy=median(profile.busy for profile in profiles),
             halves_factor=None if None in factors else median(factor for factor in factors if factor is not None),
         )
 

@@ -34,7 +34,7 @@ _OF_PROFILE = (
     *("forward", "backward", "exposed_forward", "exposed_backward", "activation_bytes", "update_seconds"),
     *("optimizer_bytes", "update_bytes", "updates_together"),
 )
-_OF_NETWORK = ("bandwidth", "pp_bandwidth", "pp_latency", "hop_latency", "toll")
+_OF_NETWORK = ("bandwidth", "pp_bandwidth", "pp_latency", "hop_latency")
 """What csrc/core/plan calls by the same name."""
 
 
@@ -46,6 +46,7 @@ def numbers_of(job: TrainingJob) -> _C.PlanJob:
         for name in names:
             value = getattr(source, name)
             setattr(model, name, list(value) if isinstance(value, tuple) else value)
+    model.toll = network.toll * profile.busy
     model.starts = places(trace)
     model.closed_because = next((reason for reason in trace.borders if reason), "")
     model.reads = layer_reads(trace, {name: place for place, name in enumerate(profile.gradient_bytes)})

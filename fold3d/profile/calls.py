@@ -110,6 +110,8 @@ class Timing:
     backward: float
     saved_bytes: int
     """Kept from forward to backward, parameters aside."""
+    busy: float = 1.0
+    """Part of the time in which the thread had a core, or waited for one."""
 
 
 def time_call(
@@ -151,7 +153,7 @@ def _time_of(
 ) -> Timing:
     """As `time_call`, of a module that may change."""
     parameters = {part.data_ptr() for p in made.parameters() for part in parts_of(p)}
-    begin = time.perf_counter()
+    begin, had_core = time.perf_counter(), _had_core()
     forwards: list[float] = []
     backwards: list[float] = []
     saved = 0
@@ -178,7 +180,19 @@ def _time_of(
         forwards.append(middle - start)
         backwards.append(_now(device) - between)
         saved = sum(kept.values())
-    return Timing(_lower_quartile(forwards[1:]), _lower_quartile(backwards[1:]), saved)
+    busy = min(1.0, (_had_core() - had_core) / (time.perf_counter() - begin)) if device.type == "cpu" else 1.0
+    return Timing(_lower_quartile(forwards[1:]), _lower_quartile(backwards[1:]), saved, busy)
+
+
+def _had_core() -> float:
+    """Returns for how many seconds this thread has had a core, or waited for one; all of them where the system does not
+    count how long it waits."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, waited, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return time.perf_counter()
+    return time.thread_time() + waited / 1e9 if ran else time.perf_counter()
 
 
 def _lower_quartile(times: list[float]) -> float:

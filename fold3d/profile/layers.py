@@ -97,6 +97,7 @@ def profile_model(
         updates_together=update.together,
         measured=any(timing is not None for timing in timings.values()),
         inside=_inside(lambda: inside_of(model, trace, micro_batch, recompute, forward, **how)),
+        busy=_busy(complete),
     )
 
 
@@ -165,7 +166,15 @@ def _sum(parts: list[Timing | None]) -> Timing | None:
         sum(part.forward for part in known),
         sum(part.backward for part in known),
         sum(part.saved_bytes for part in known),
+        _busy(known),
     )
+
+
+def _busy(timings: Sequence[Timing]) -> float:
+    """Returns the part of their time in which they had a core."""
+    times = [timing.forward + timing.backward for timing in timings]
+    had = sum(timing.busy * seconds for timing, seconds in zip(timings, times, strict=True))
+    return had / sum(times) if sum(times) > 0 else 1.0
 
 
 def _fill(layers: list[Timing | None], flops: list[int], device: torch.device) -> list[Timing]:

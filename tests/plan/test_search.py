@@ -180,6 +180,13 @@ def test_recheck_answers_only_to_drift():
         recheck(job, choice, forward[1:], backward)
 
 
+def test_layers_without_a_core_pay_no_toll():
+    job = make_job(layers=8, micro_batches=8)
+    tolled = replace(job, network=replace(job.network, toll=0.5 / job.network.dp_bandwidth))
+    idle = replace(tolled, profile=replace(tolled.profile, busy=0.0))
+    assert search(idle).step_ms == search(job).step_ms < search(tolled).step_ms
+
+
 def test_bad_settings():
     with pytest.raises(ConfigError, match="zero1, early, serial"):
         search(make_job(layers=4), Constraints(dp_sync="lazy"))

@@ -112,6 +112,18 @@ def test_ranks_agree_on_the_median():
     assert found == (2 * mine.forward[0], mine.forward[1], *(2 * time for time in mine.forward[2:]))
 
 
+def test_layers_that_wait_are_delayed_by_nothing_that_takes_cores() -> None:
+    batch = {"x": torch.zeros(3, 8)}
+    waits = Sleepers(0.02, 0.02)
+    idle = profile_model(waits, trace(waits, example=batch), batch, CPU, seconds=0.1)
+    assert idle.busy < 0.5
+    works = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    many = {"input": torch.zeros(256, 512)}
+    busy = profile_model(works, trace(works, example=many, blocks="."), many, CPU, seconds=0.1)
+    assert 0.5 < busy.busy <= 1.0
+    assert Profile.agreed([busy, idle, idle]).busy == idle.busy
+
+
 def test_an_optimizer_that_knows_its_parameters_is_no_obstacle() -> None:
     model = sleepers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
