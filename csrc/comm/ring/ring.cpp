@@ -18,9 +18,9 @@ using Direction = NicArbiter::Direction;
 
 constexpr std::size_t kBlockBytes = 128u << 10;  // received and added while they lie in the cache; cuts no element
 constexpr std::size_t kMostSliceBytes = 256u << 10, kLeastSliceBytes = 16u << 10;  // without credits
-constexpr std::size_t kSlicesOfRound = 8;            // so that a round begins soon after the one before it
-constexpr std::size_t kTogetherBytes = 8u << 10;     // shorter rows are copied together rather than sent one by one
-constexpr std::int64_t kWorthClosingNs = 2'000'000;  // two slices: what else may come meanwhile
+constexpr std::size_t kSlicesOfRound = 8;          // so that a round begins soon after the one before it
+constexpr std::size_t kTogetherBytes = 8u << 10;   // shorter rows are copied together rather than sent one by one
+constexpr std::int64_t kWorthClosingNs = 500'000;  // half a slice
 
 std::string member_of(NicArbiter::Traffic traffic, int rank) {
   const bool is_tensor = traffic == NicArbiter::Traffic::kTensor;
