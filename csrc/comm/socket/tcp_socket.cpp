@@ -191,15 +191,15 @@ void TcpSocket::set_buffer(std::size_t bytes) const {
 }
 
 std::size_t TcpSocket::most_buffer() const {
-  int locked = 0;
-  socklen_t size = sizeof(locked);
-  if (::getsockopt(fd_, SOL_SOCKET, kBufferLock, &locked, &size) != 0) return 0;  // before Linux 5.14
-  static const std::size_t allowed = [] {
-    std::size_t most = 0;
-    std::ifstream("/proc/sys/net/core/rmem_max") >> most;
-    return most;
+  static const std::size_t most = [this] {
+    int locked = 0;
+    socklen_t size = sizeof(locked);
+    std::size_t allowed = 0;
+    if (::getsockopt(fd_, SOL_SOCKET, kBufferLock, &locked, &size) != 0) return allowed;  // before Linux 5.14
+    std::ifstream("/proc/sys/net/core/rmem_max") >> allowed;
+    return allowed;
   }();
-  return allowed;
+  return most;
 }
 
 void TcpSocket::limit_waiting(std::size_t bytes, std::size_t at_once) {
