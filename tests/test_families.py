@@ -38,7 +38,7 @@ from tests.splitting.models import FAMILIES, Tiny, build
 GOLDEN = Path(__file__).parent / "golden" / "families"
 NETWORK = NetworkCosts(pp_latency=1e-5, pp_bandwidth=1e9, dp_bandwidth=1e9, hop_latency=1e-5, tp_bandwidth=1e9)
 FLOPS_PER_SECOND = 1e9
-MEASURED = {"forward", "backward", "update_seconds", "host_update_seconds", "update_bytes", "optimizer_bytes"}
+MEASURED = {"forward", "backward", "busy", "update_seconds", "host_update_seconds", "update_bytes", "optimizer_bytes"}
 """Of a Profile, what a clock or the process's memory says."""
 WITH_WHOLE = {"olmo2": {"self_attn.*": "replicate"}}
 """By model type: `tp_plan` of a model that two ranks cannot share without."""
