@@ -172,6 +172,9 @@ def test_links_that_take_cores_make_hiding_dear(share: float) -> None:
     none, sub = (one.prediction.ranks[0] for one in found)
     # What is taken is computing that takes longer, nothing that is waited for.
     assert sub.compute_ms == pytest.approx((1 + 0.25 * share) * none.compute_ms, rel=0.01)
+    idle = replace(job, profile=replace(job.profile, busy=0.0))  # nothing is taken from layers without a core
+    free = search(idle, replace(FIXED, settings=((KNOB.name, "sub"),))).prediction.ranks[0]
+    assert free.compute_ms == pytest.approx(none.compute_ms, rel=0.01)
 
 
 def test_what_cannot_be_divided_is_not() -> None:

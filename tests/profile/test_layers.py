@@ -114,7 +114,7 @@ def test_ranks_agree_on_the_median():
 
 def test_layers_that_wait_are_delayed_by_nothing_that_takes_cores() -> None:
     batch = {"x": torch.zeros(3, 8)}
-    waits = Sleepers(0.02, 0.02)
+    waits = Sleepers(0.1, 0.1)  # longer than a busy machine keeps it from waking up
     idle = profile_model(waits, trace(waits, example=batch), batch, CPU, seconds=0.1)
     assert idle.busy < 0.5
     works = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

@@ -142,7 +142,7 @@ def _costs(job: TrainingJob, value: str) -> TrainingJob:
         for layers, exchanges in ((profile.forward, profile.tp_forward), (profile.backward, profile.tp_backward)):
             longer = [factor * time for time in layers]
             for layer, own in enumerate(exchanges[1:-1], start=1):  # of the ends everything is waited for
-                longer[layer] += toll(longer[layer], own, job.tp, job.network, way)
+                longer[layer] += profile.busy * toll(longer[layer], own, job.tp, job.network, way)
             computed.append(tuple(longer))
             waited.append(_exposed(job.network, job.tp, longer, exchanges, way, profile.sub_micro_batches))
         times = [
