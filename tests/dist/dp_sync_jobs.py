@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,16 +128,45 @@ def close_at_once(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found[0], found[1]
 
 
-def overlap(case: Case) -> tuple[int, int]:
-    """Returns how many sums of the last step began before the rank's last backward ended, and how many there were."""
+def overlap(case: Case, *, holds: bool) -> tuple[int, int]:
+    """Returns how many sums of the last step began before the rank's last backward ended, and how many there were.
+
+    Args:
+        holds: whether the last backward waits for the sums of the rank's last chunk: where these do not go on
+            meanwhile, the job ends with a timeout.
+    """
     engine = parity_jobs.engine_of(case)
-    for step in range(2):
-        engine.step(parity_jobs.batch_of(engine, case, step))
+    engine.step(parity_jobs.batch_of(engine, case, 0))
+    with _held(engine, case.m) if holds else _nothing():
+        engine.step(parity_jobs.batch_of(engine, case, 1))
     records = engine.breakdown().records
     engine.close()
     end = max(end for lane, action, _, end, _ in records if lane == "compute" and "B" in action)
     sums = [start for lane, _, start, _, _ in records if lane == "reduce"]
     return sum(start < end for start in sums), len(sums)
+
+
+@contextmanager
+def _held(engine: fold3d.Engine, micro_batches: int) -> Iterator[None]:
+    """The backward of a rank's first chunk waits, in the step's last micro-batch, for the sums of its last chunk."""
+    assert engine._rank is not None and isinstance(engine._rank.sync, DpSync)
+    sync = engine._rank.sync
+    own = [bucket for bucket in sync.buckets if not bucket.spec.summed_over.is_shared]
+    first = min(own, key=lambda bucket: bucket.spec.chunk)
+    last = [bucket for bucket in own if bucket.spec.chunk > first.spec.chunk]
+    assert last
+    calls = itertools.count(1)
+
+    def wait(_gradient: Tensor) -> None:
+        if next(calls) % micro_batches == 0:
+            for bucket in last:
+                sync._transfers._sync.wait_reduced(bucket.key)
+
+    hook = first.parameters[-1].register_hook(wait)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class RowNorm(torch.optim.SGD):
