@@ -274,7 +274,7 @@ class Division:
         middle, samples = one.end - one.first, other.end - one.first
 
         def run(mine: Inputs, part: tuple[int, int, int] | None) -> MicroBatch:
-            return MicroBatch(mine, loss_run(function, self._model, mine), whole.key, part=part, compares=True)
+            return MicroBatch(mine, loss_run(function, self._model, mine), whole.key, part=part, trains=False)
 
         return [
             run(part_of(whole.inputs, one.first, other.end, one.samples), None),

@@ -197,6 +197,7 @@ class Engine(state.WholeState):
             raise ConfigError(f"flush=False is not available on {self.device.type}; set flush=True")
         self.optimizer: Optimizer | None = None
         self.step_index = 0
+        self._forwards = 0, 0  # the step, and how many there were since it
         self.setup_seconds = 0.0
         """Seconds in which the model was recorded, measured, planned for and cut so far."""
         self.planned_memory: int | None = None
@@ -323,14 +324,14 @@ class Engine(state.WholeState):
         return self._rank
 
     def _begin(
-        self, inputs: Inputs, function: LossFunction, key: DropoutKey | None
+        self, inputs: Inputs, function: LossFunction, key: DropoutKey | None, *, trains: bool
     ) -> tuple[BuiltRank, LossRun | None]:
         """Returns the rank, built with the first micro-batch unless it is already, and whose loss then has begun."""
         self._supervisor.progress.life.check()
         if self._rank is not None:
             return self._rank, None
         with all_rng_untouched(self.device):
-            begun = self._build(None, First(inputs=dict(inputs), function=function, key=key))
+            begun = self._build(None, First(inputs=dict(inputs), function=function, key=key, trains=trains))
         return self._built(), None if begun is None else begun.for_the_step()
 
     def build(self) -> None:
@@ -409,7 +410,8 @@ class Engine(state.WholeState):
         check_batches(micro_batches)
         loss_fn = loss_fn if self._scaler is None else self._scaler.scaled(loss_fn)
         number = self.step_index
-        rank, begun = self._begin(micro_batches[0], loss_fn, (self.config.seed, number, self.topology.dp_rank))
+        key = (self.config.seed, number, self.topology.dp_rank)
+        rank, begun = self._begin(micro_batches[0], loss_fn, key, trains=True)
         rank.step.sync.check_taken()
         self.step_index += 1
         return rank.step.run(
@@ -468,7 +470,8 @@ class Engine(state.WholeState):
         Computes no gradients.
 
         All ranks of the replica call; if the model is not cut yet, all ranks of the job. Evaluation mode is the
-        caller's business.
+        caller's business: a module in training mode drops out, by masks that depend on the seed, the step, how many
+        forwards there were since it, and the replica; torch's global random generators then do not change.
 
         Args:
             batch: tensors by argument name, of any batch size, the same on each rank of the replica.
@@ -477,8 +480,18 @@ class Engine(state.WholeState):
         Raises: RankError, on every rank, when any rank fails.
         """
         check_batches([batch])
-        rank, begun = self._begin(batch, fn, None)
-        return rank.step.evaluate(self.programs.evaluation(), batch, fn, begun)
+        key = self._key_of_forward()
+        rank, begun = self._begin(batch, fn, key, trains=False)
+        return rank.step.evaluate(self.programs.evaluation(), batch, fn, begun, key)
+
+    def _key_of_forward(self) -> DropoutKey | None:
+        """Returns that of the random numbers of one more forward; None in evaluation mode."""
+        step, count = self._forwards
+        count = count + 1 if step == self.step_index else 1
+        self._forwards = self.step_index, count
+        if not any(module.training for module in self.model.modules()):
+            return None
+        return self.config.seed, self.step_index, self.topology.dp_rank - count * self.topology.dp
 
     # The whole step
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from fold3d.observe.step_breakdown import StepBreakdown
 from fold3d.plan.strategy import Strategy
 from fold3d.schedule import Schedule
 from fold3d.stage.loss_run import LossRun
-from fold3d.stage.micro_batch import Inputs, LossFunction, MicroBatch, loss_run
+from fold3d.stage.micro_batch import DropoutKey, Inputs, LossFunction, MicroBatch, loss_run
 from fold3d.stage.part_hooks import PartHooks
 from fold3d.stage.rank_model import RankModel
 from fold3d.tensor_parallel.overlap_trial import OverlapTrial
@@ -183,13 +184,20 @@ class Step:
             scaler.update()
         return loss, norm
 
-    def evaluate(self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None) -> Any:
-        """Runs one batch forward; returns the last chunk's result on every rank of the replica."""
-        with self.supervisor.together("an evaluation"), self.memory.explains([_SMALLER]):
+    def evaluate(
+        self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None, key: DropoutKey | None
+    ) -> Any:
+        """Runs one batch forward; returns the last chunk's result on every rank of the replica.
+
+        Args:
+            key: of its random numbers; None: it draws from the generators as they are.
+        """
+        untouched = nullcontext() if key is None else rng_untouched(self.groups.device)
+        with self.supervisor.together("an evaluation"), self.memory.explains([_SMALLER]), untouched:
             self.drain()
             self.recorder.begin(trains=False)
             self.sync.flush()
-            batch = MicroBatch(inputs, begun or loss_run(function, self.cut.model, inputs), None)
+            batch = MicroBatch(inputs, begun or loss_run(function, self.cut.model, inputs), key, trains=False)
             try:
                 (result,) = self.pipeline.run(schedule, [batch], backward=False)
             finally:

@@ -24,7 +24,8 @@ Inputs = dict[str, Any]
 LossFunction = Callable[[Module, Inputs], Any]
 """(model, inputs) -> a loss, or what an evaluation wants."""
 DropoutKey = tuple[int, int, int]
-"""(seed, step, number in the global batch): dropout masks depend on it and on the module, never on the layout."""
+"""(seed, step, number in the global batch): dropout masks depend on it and on the module, never on the layout.
+Numbers of what `Engine.forward` runs are negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class MicroBatch:
     inputs: Inputs
     loss: LossRun
     key: DropoutKey | None
-    """None in an evaluation, which leaves the generators alone."""
+    """None in evaluation mode, which leaves the generators alone."""
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
     before: Before = field(default_factory=Before, repr=False, compare=False)
     """Buffers and attributes that forwards have changed, as they were."""
@@ -48,13 +49,8 @@ class MicroBatch:
     """Some values of what the loss function called the model with, by name and shape; the same on all ranks."""
     part: tuple[int, int, int] | None = None
     """(first, end, samples): samples [first, end) of a micro-batch of the user's, whose key it has; None: whole."""
-    compares: bool = False
-    """Whether it runs only to be compared, with masks as in training."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether a backward follows, for which the result must be a loss."""
-        return self.key is not None and not self.compares
+    trains: bool = True
+    """Whether a backward follows, for which the result must be a loss."""
 
 
 def loss_run(function: LossFunction, model: Module, inputs: Inputs, weight: float = 1.0) -> LossRun:

@@ -80,6 +80,7 @@ def begin_loss(
     inputs: dict[str, Any],
     device: torch.device,
     key: DropoutKey | None,
+    trains: bool,
     *,
     may_cut: bool,
 ) -> LossRun:
@@ -87,6 +88,7 @@ def begin_loss(
     it does not. Raises: whatever `function` raises.
 
     Args:
+        trains: whether a backward will follow.
         may_cut: whether the model may be cut: other runs begin before this one is over.
     """
     try:
@@ -95,7 +97,7 @@ def begin_loss(
     except TraceError:  # of which `record` tells, if it matters
         blocks = []
     loss = loss_run(function, model, inputs)
-    with torch.set_grad_enabled(key is not None):
+    with torch.set_grad_enabled(trains):
         loss.begin(model, ancestors(blocks), device, key, ModelState(model, may_cut=may_cut))
     return loss
 

@@ -101,6 +101,21 @@ def shares_of_equal_rows(case: Case) -> list[float]:
     return shares
 
 
+def forwards_in_training_mode(case: Case) -> list[float]:
+    """Returns the losses of two forwards of the same rows before the first step, and of one behind it."""
+    with jobs.precision(case):
+        engine = jobs.engine_of(case)
+        rows = jobs.on(engine.device, jobs.micro_batches_of(case.alone(), jobs.global_batch(case, 0), 0)[0])
+        before = torch.get_rng_state()
+        found = [engine.forward(rows, lambda model, batch: model(**batch).loss).item() for _ in range(2)]
+        engine.step(jobs.batch_of(engine, case, 0))
+        engine.flush()
+        found.append(engine.forward(rows, lambda model, batch: model(**batch).loss).item())
+        assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are not touched"
+        engine.close()
+    return found
+
+
 # Parameters without gradient
 
 

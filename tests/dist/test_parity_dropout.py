@@ -61,3 +61,30 @@ def test_masks_differ_over_micro_batches_replicas_and_steps(ranks: RankPool) -> 
     assert len(set(shares)) == len(shares)
     still = [x for rank in ranks.run(parity_extra.shares_of_equal_rows, 4, replace(case, dropout=0.0)) for x in rank]
     assert len({round(x, 9) for x in still[:3]}) == 1, "without dropout equal rows have equal losses"
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(segments=2, m=2, schedule="aiao", dropout=0.1),
+        Case(pp=2, segments=2, m=2, schedule="aiao", dropout=0.1, recompute=True),
+        Case(tp=2, m=2, dropout=0.1, tp_overlap="sub"),
+        Case(tp=2, pp=2, m=2, family="llama", tied=False, dropout=0.1, sequence_parallel=True),
+        Case(tp=2, m=2, family="opt", dropout=0.1, micro_batch_size=1),
+    ],
+    ids=lambda case: case.name,
+)
+def test_forwards_in_training_mode(ranks: RankPool, case: Case) -> None:
+    """They drop out alike in every layout, and each by masks of its own."""
+    plain = replace(case, tp=1, pp=1, segments=1, tp_overlap="auto", sequence_parallel="auto")
+    (expected,) = ranks.run(parity_extra.forwards_in_training_mode, 1, replace(plain, micro_batch_size=None))
+    assert abs(expected[0] - expected[1]) > 1e-4
+    for found in ranks.run(parity_extra.forwards_in_training_mode, case.ranks, case, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-11)
+
+
+def test_replicas_forwards_in_training_mode(ranks: RankPool) -> None:
+    case = Case(dp=2, m=2, dropout=0.1)
+    results = ranks.run(parity_extra.forwards_in_training_mode, 2, case)
+    assert len({round(loss, 9) for result in results for loss in result}) == 6

@@ -130,7 +130,9 @@ class First:
     function: LossFunction
     """What calls the model with it."""
     key: DropoutKey | None
-    """Of its random numbers; None in an evaluation."""
+    """Of its random numbers; None in evaluation mode."""
+    trains: bool
+    """Whether a backward will follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +195,13 @@ def _record(
         check_folder(config)
         if order.weights is not None:
             check_weights(model, order.weights)
-    if config.part_size is not None and inputs is not None:
-        config, inputs = _divided(config, inputs, world)
-        example = inputs if first is None else None
+    size = config.part_size
+    if size is not None and inputs is not None:
+        config = _divided(config, inputs, world)
+        if first is None:
+            example = _first_part(inputs, size)
+        elif first.trains:  # an evaluation is not divided
+            inputs = _first_part(inputs, size)
     world.progress.turn_to("recording the model")
     found = _Recorded(config=config, constraints=order.constraints, example=example)
     if not order.records:
@@ -205,11 +211,14 @@ def _record(
             if first is not None:
                 reads = Reads(model)
                 with reads if order.topology.pp * order.topology.tp > 1 else nullcontext():
-                    given = (model, config, first.function, dict(inputs), order.device, first.key)
+                    given = (model, config, first.function, dict(inputs), order.device, first.key, first.trains)
                     begun = begin_loss(*given, may_cut=order.may_cut)
                 undo.callback(begun.let_go)
                 found = replace(found, begun=begun, read=frozenset(reads.parameters))
-                example = _arguments(order, begun) if example is None else example
+                if example is None or size is not None:
+                    example = _arguments(order, begun)
+                if size is not None and example is not None and not first.trains:
+                    example = with_values(example, _first_part(example, size))
             if example is not None:
                 found = replace(found, example=example, samples=_samples(order, inputs, example))
         recording = record(model, config, example, found.constraints.segments)
@@ -383,16 +392,16 @@ def _samples(order: BuildRequest, inputs: Mapping[str, Any], arguments: Mapping[
     return planner.Samples(number, with_values(arguments, part_of(arguments, 0, 1, number)))
 
 
-def _divided(
-    config: ParallelConfig, example: Mapping[str, Any], world: WorldGroup
-) -> tuple[ParallelConfig, Mapping[str, Any]]:
-    """Returns the layout with as many micro-batches as parts run, and the example's first part; all ranks call."""
-    size = config.part_size
-    assert size is not None
+def _divided(config: ParallelConfig, inputs: Mapping[str, Any], world: WorldGroup) -> ParallelConfig:
+    """Returns the layout with as many micro-batches as parts run; all ranks call."""
+    assert config.part_size is not None
     with all_or_none(world):
-        parts = number_of_parts(example, size)
-    samples = samples_of(example)
-    if parts > 1 and samples is not None:
-        example = part_of(example, *even_part(samples, parts, 0), samples)
+        parts = number_of_parts(inputs, config.part_size)
     parts = world.share(parts, timeout=world.patience)  # replicas may have micro-batches of different sizes
-    return replace(config, micro_batches=parts * config.micro_batches), example
+    return replace(config, micro_batches=parts * config.micro_batches)
+
+
+def _first_part(inputs: Mapping[str, Any], size: int) -> Mapping[str, Any]:
+    """Returns the first of the parts of at most `size` samples."""
+    parts, samples = number_of_parts(inputs, size), samples_of(inputs)
+    return inputs if parts == 1 or samples is None else part_of(inputs, *even_part(samples, parts, 0), samples)
