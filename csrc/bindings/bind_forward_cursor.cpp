@@ -31,13 +31,16 @@ void bind_forward_cursor(py::module_& module) {
       .def("end_module", &ForwardCursor::end_module, py::arg("constant"), "Reseeds, where the chain moves on.")
       .def("leave_module", &ForwardCursor::leave_module, "It ends with an exception.")
       .def_property_readonly("position", &ForwardCursor::position, "The next block.")
-      .def_property_readonly("with_grad", &ForwardCursor::with_grad, "Whether the forward records for a backward.");
+      .def_property_readonly("with_grad", &ForwardCursor::with_grad, "Whether the forward records for a backward.")
+      .def_property_readonly("has_drawn", &ForwardCursor::has_drawn, "Whether anything was drawn since it began.");
   module.def("is_between", &core::is_between, py::arg("seed"), "Whether `seed` is of a chain, between two modules.");
   module.def("next_seed", &core::next_seed, py::arg("seed"), py::arg("constant"),
              "The seed that follows `seed` in the chain, behind the module of `constant`.");
   module.def("seed_inside", &core::seed_inside, py::arg("seed"), py::arg("constant"),
              "The seed inside of the module of `constant`, which follows `seed`.");
   module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");
+  module.def("have_drawn", &runtime::have_drawn, py::arg("generators"),
+             "Whether anything was drawn from a generator since it was seeded; False where that is not known.");
   module.def(
       "swap_warning_handler",
       [](std::uintptr_t handler) {

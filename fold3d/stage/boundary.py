@@ -84,6 +84,8 @@ class Borders:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+        self.draws = trace.draws
+        """Whether code from the first block on draws from Python's or numpy's generators."""
         self._alike_from: dict[int, int] = {}
         self._shows: dict[int, bool] = {}
         self._earlier: dict[int, frozenset[int]] = {}

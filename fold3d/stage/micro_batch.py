@@ -43,6 +43,8 @@ class MicroBatch:
     """What forwards have changed, as it then was, for the loss function."""
     kept: dict[int, KeptRun] = field(default_factory=dict, repr=False, compare=False)
     """Of each chunk that has run and will run again: what it got from other ranks."""
+    draws_alone: set[object] = field(default_factory=set, repr=False, compare=False)
+    """Who has drawn nothing of others' in a first run, and so must not when it runs again."""
     value: list[Tensor] = field(default_factory=list, repr=False, compare=False)
     """Of the loss, which it gets later, where the last chunk has not run yet."""
     given: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)

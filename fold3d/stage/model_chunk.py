@@ -22,7 +22,7 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues, may_write_unseen
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
-from fold3d.tensor_parallel.random_draws import PerSampleRandom
+from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom
 from fold3d.tensor_parallel.vocabulary import gathered
 
 logger = logging.getLogger(__name__)
@@ -87,28 +87,35 @@ def _versions(call: ModelCall | None) -> dict[str, int]:
 class PartDraws:
     """Of a process's chunks. So masks of dropout do not depend on how a micro-batch is divided.
 
-    Where a chunk drew nothing, its next runs are left alone, until chances of dropout have changed.
+    Where a chunk drew nothing, its next runs are left alone, until chances of dropout have changed, or it draws.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-        self._nothing: dict[int, list[float]] = {}  # chances with which a chunk drew nothing
+        self._chances = Chances(model)
+        self._nothing: dict[int, tuple[Any, ...]] = {}  # chances with which a chunk drew nothing
 
     @contextlib.contextmanager
-    def around(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a chunk's run of a part; without effect on a whole micro-batch."""
+    def around(self, chunk: int, micro_batch: MicroBatch, run: Run, has_drawn: Callable[[], bool]) -> Iterator[None]:
+        """Around a chunk's run of a part; without effect on a whole micro-batch.
+
+        Args:
+            has_drawn: whether anything was drawn since it was asked last.
+        """
         if micro_batch.part is None:
             yield
             return
-        chances = [module.p for module in self._dropouts if module.training]
-        if self._nothing.get(chunk) == chances:
-            yield
-            return
+        chances = self._chances.now()
+        alone = (self, chunk) in micro_batch.draws_alone if run == "again" else self._nothing.get(chunk) == chances
+        if alone:
+            micro_batch.draws_alone.add((self, chunk))
+        has_drawn()
         mode = PerSampleRandom(*micro_batch.part)
-        with mode:
+        with contextlib.nullcontext() if alone else mode:
             yield
-        if not mode.used:
+        if not has_drawn() and not mode.used:
             self._nothing[chunk] = chances
+        elif alone and self._nothing.pop(chunk, None) is not None:
+            logger.warning(BEGINS_TO_DRAW, "micro_batch_size")
 
 
 class ChunkSync(Protocol):
@@ -212,7 +219,9 @@ class PipelineChunk:
         # which does not run the hook, would not expect.
         received = [one if one.requires_grad else one.detach() for one in received]
         around = contextlib.nullcontext() if self._once is None else self._once.around(self.index, micro_batch, run)
-        draws = contextlib.nullcontext() if self._draws is None else self._draws.around(self.index, micro_batch)
+        draws: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._draws is not None:
+            draws = self._draws.around(self.index, micro_batch, run, self._split.take_drawn)
         loss, result = micro_batch.loss, None
         try:
             with _saving(batch), draws:

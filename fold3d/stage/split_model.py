@@ -96,6 +96,7 @@ class SplitModel:
         self._coat = Coat() if coat is None else coat
         self._outer = list(dict.fromkeys((*trace.prologue, *trace.between, *trace.epilogue, *trace.skipped)))
         self._hooked: list[str] = []
+        self._notes_draws = self._has_drawn = False
         self._borders: dict[int, tuple[Trace, Borders]] = {}
         self._device = device_of(model)
         self._ranges = tuple(ranges)
@@ -243,6 +244,7 @@ class SplitModel:
                         f"a training batch. The forward must run the blocks {_AS_RECORDED}"
                     ) from error
                 finally:
+                    self._has_drawn = self._has_drawn or run.has_drawn
                     if run.drawn_in_front is not None:  # what chunks draw behind that, not all of them do
                         set_library_rng_state(run.drawn_in_front)
                     self._slot.end()  # first: blocks that are skipped without a run would be so silently
@@ -348,6 +350,11 @@ class SplitModel:
         with loss.attributes():
             return self._guard.enter(instead or loss.call, only_loss=loss.only_loss, looked=looked)
 
+    def take_drawn(self) -> bool:
+        """Returns whether torch's generators were drawn from in the runs since the last call."""
+        drawn, self._has_drawn = self._has_drawn, False
+        return drawn
+
     def take_ends(self) -> list[Tensor]:
         """Returns what the model's last block returned in the runs with gradient since the last call."""
         ends, self._ends = self._ends, []
@@ -362,11 +369,9 @@ class SplitModel:
             self._install_block(name, indices)
         for name in self._outer:
             self._install_outer(name)
-        if self._trace.draws:
-            self._coat.put(Wrap.FIRST, self._model.get_submodule(self._trace.blocks[0]), self._note_drawn)
 
     def _note_drawn(self, *_: Any) -> None:
-        if self._run is not None:
+        if self._run is not None and self._run.borders.draws:
             self._run.note_drawn()
 
     def _borders_in(self, found: Trace) -> Borders:
@@ -378,6 +383,9 @@ class SplitModel:
                 if name not in self._hooked:
                     self._note_results_of(name)
                     self._hooked.append(name)
+            if found.draws and not self._notes_draws:
+                self._notes_draws = True
+                self._coat.put(Wrap.FIRST, self._model.get_submodule(self._trace.blocks[0]), self._note_drawn)
         return self._borders[id(found)][1]
 
     def _running(self, name: str) -> ChunkRun | None:
@@ -451,7 +459,7 @@ class SplitModel:
                 structure = borders.structure(index)
                 if index >= run.lo:
                     run.begin_block(borders.begin(index))
-                    if self._trace.draws and run.generators:
+                    if borders.draws and run.generators:
                         seed_libraries(torch.default_generator.initial_seed())
                     output = execute(*args, **kwargs)
                     cargo.note(name, call, output, structure)

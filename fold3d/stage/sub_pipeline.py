@@ -26,7 +26,7 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues, names_one_of, users_code
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.operators import ways
-from fold3d.tensor_parallel.random_draws import PerSampleRandom, RedrawError
+from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom, RedrawError
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
 from fold3d.trace.wrappers import is_users as is_users_hook
@@ -241,7 +241,9 @@ class SubPipeline:
         self._joined: dict[Form, list[bool]] = {}
         """By form, per tensor behind the blocks: one part after the other; else all parts have the same."""
         self._comparisons = Comparisons(model)
-        self._draws = True
+        self._chances = Chances(model)
+        self._draws: dict[Form, tuple[tuple[Any, ...], bool]] = {}
+        """By form: with these chances, whether anything was drawn."""
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._gradients = GradientsOfParts(model)
@@ -291,7 +293,7 @@ class SubPipeline:
         try:
             if is_new and not self._holds_of_other_weights(micro_batch, found, received):
                 return None
-            results, are_alike = self._run_parts(micro_batch, found.parts, received)
+            results, are_alike = self._run_parts(micro_batch, found, received, again=again)
         except RedrawError as error:
             self._keep_whole(str(error))
             return None
@@ -332,12 +334,17 @@ class SubPipeline:
         return whole
 
     def _run_parts(
-        self, micro_batch: MicroBatch, parts: Sequence[SubMicroBatch], received: Sequence[Tensor]
+        self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor], *, again: bool
     ) -> tuple[list[list[Tensor]], bool]:
         """Returns what each part gives, and whether all have taken the same way through the blocks: if not, what one
         sample takes may depend on the others."""
-        split, call = self._split, micro_batch.loss.call
+        split, call, parts = self._split, micro_batch.loss.call, found.parts
         assert split is not None and call is not None
+        known, chances = self._draws.get(found.form), self._chances.now()
+        alone = self in micro_batch.draws_alone if again else known == (chances, False)
+        if alone:
+            micro_batch.draws_alone.add(self)
+        split.take_drawn()
         inputs = list(zip(*(divide(tensor, parts) for tensor in received), strict=True)) or [()] * len(parts)
         modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
 
@@ -347,13 +354,16 @@ class SubPipeline:
             if number == 1 and len(parts) > 2:
                 self._group.turns.hand_over()
             part = ModelCall(call.module, (), parts[number].inputs)
-            with modes[number] if self._draws else contextlib.nullcontext(), ways() as taken[number]:
+            with contextlib.nullcontext() if alone else modes[number], ways() as taken[number]:
                 return split.body(self._index, micro_batch.loss, list(inputs[number]), micro_batch.key, part)
 
         self._group.begin_turns()
         functions = [lambda number=number: one(number) for number in range(len(parts))]
         results = self._group.turns.run(functions, [split], self._generators)
-        self._draws = any(mode.used for mode in modes)
+        drawn = split.take_drawn() or any(mode.used for mode in modes)
+        self._draws[found.form] = chances, drawn
+        if drawn and alone and not again:
+            logger.warning(BEGINS_TO_DRAW, 'tp_overlap="sub"')
         return results, all(one == taken[0] for one in taken)
 
     def _holds_of_other_weights(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> bool:
@@ -361,7 +371,7 @@ class SubPipeline:
             expected = self._run_whole(micro_batch, received)
             if self.reason or not all(bool(one.isfinite().all()) for one in expected if one.is_floating_point()):
                 return not self.reason  # of numbers that are none nothing is learned
-            return self._compare(found.form, expected, self._run_parts(micro_batch, found.parts, received)[0])
+            return self._compare(found.form, expected, self._run_parts(micro_batch, found, received, again=False)[0])
 
     def _compare(self, form: Form, expected: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> bool:
         """Learns how the parts' results make the whole one's; returns whether they do."""

@@ -39,6 +39,7 @@ class WholeModel:
     ) -> None:
         self.cursor: ForwardCursor | None = None
         self.begun: nn.Module | None = None
+        self._has_drawn = False
         self.generators = [torch.default_generator]
         self._ends: list[Tensor] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -104,7 +105,13 @@ class WholeModel:
         try:
             return loss.end(output)
         finally:
+            self._has_drawn = self.cursor is not None and self.cursor.has_drawn
             self.cursor = self.begun = None
+
+    def take_drawn(self) -> bool:
+        """Returns as `SplitModel.take_drawn`."""
+        drawn, self._has_drawn = self._has_drawn, False
+        return drawn
 
     @contextlib.contextmanager
     def _cursor_ends_with_errors(self) -> Iterator[None]:

@@ -277,7 +277,7 @@ class _Installer:
                     if split.draws and block.training:
                         drawing.enter_context(ShardRandom(split.draws, rank, in_region))
                     if sequence is not None:
-                        drawing.enter_context(sequence.random(in_region, args, kwargs))
+                        drawing.enter_context(sequence.random(in_region, args, kwargs, region_draws=bool(split.draws)))
                     try:
                         output = original(*args, **kwargs)
                     except (RuntimeError, IndexError, ValueError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fold3d import seeding
@@ -27,6 +27,25 @@ from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.torch_private import checkpoint_around, run_again_within
 
 Size = tuple[int, ...]
+
+
+class Chances:
+    """The numbers among the attributes of a module and those in it that may be chances of dropout: what is drawn may
+    change with them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [(vars(one), name) for one in module.modules() for name in _of_chances(one)]
+
+    def now(self) -> tuple[Any, ...]:
+        """Returns them as they are, and whether their modules train."""
+        return tuple([values.get(name) for values, name in self._places])
+
+
+def _of_chances(module: nn.Module) -> list[str]:
+    names = [name for name, value in vars(module).items() if type(value) is float]
+    if isinstance(module, nn.modules.dropout._DropoutNd) and "p" not in names:
+        names.append("p")
+    return [*names, "training"] if names else []
 
 
 class RedrawError(Fold3dError):
@@ -349,6 +368,12 @@ class PerSampleRandom(PartialDraws):
 
 
 logger = logging.getLogger(__name__)
+
+BEGINS_TO_DRAW = (
+    "the model's forward begins to draw random numbers, which it did not before. With %s it draws those of the whole "
+    "micro-batch in one process; in this forward it has drawn others, in the next ones it does not"
+)
+"""Where nobody looked, since there were none."""
 
 _warned: set[str] = set()
 

@@ -5,6 +5,7 @@ long the whole one is.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fold3d import seeding
+from fold3d._C import have_drawn
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import even_part
 from fold3d.sharding.split import Gathering, Path, SequenceSplit
@@ -19,12 +22,16 @@ from fold3d.tensor_parallel.block_call import BlockCall, BlockCalls
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory
 from fold3d.tensor_parallel.linear import factor, is_fusable
 from fold3d.tensor_parallel.operators import of_fold3d
-from fold3d.tensor_parallel.random_draws import RowsRandom
+from fold3d.tensor_parallel.random_draws import Chances, RowsRandom
 from fold3d.tensor_parallel.region import Exchange, FusedOps, RegionOps
 from fold3d.tensor_parallel.slices import replace_argument, replace_leaf
 from fold3d.tensor_parallel.whole_results import LazyWhole, is_behind_blocks
 from fold3d.torch_private import StorageLabels, in_backward
 from fold3d.trace.coat import Coat, Wrap
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
+"""Of which blocks it was said that they begin to draw."""
 
 
 class SequenceLength:
@@ -96,8 +103,8 @@ class BlockSequence:
     ) -> None:
         self.split = split
         self._block, self._length, self._ops, self._calls = block, length, ops, calls
-        self._dropouts = [module for module in block.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-        self._draws: tuple[list[float], bool] | None = None  # with these chances: whether anything is drawn outside
+        self._chances = Chances(block)
+        self._draws: tuple[tuple[Any, ...], bool] | None = None  # with these chances: whether anything is drawn outside
 
     def watch(self, coat: Coat) -> None:
         """Does what there is to do also where something stands in for the block's own forward, as on another stage:
@@ -195,13 +202,29 @@ class BlockSequence:
         coat.put(Wrap.GATHERED, module, forward)
 
     @contextlib.contextmanager
-    def random(self, in_region: Callable[[], bool], args: Any, kwargs: Any) -> Iterator[None]:
-        """Outside of regions, what the block draws is this rank's part of what one rank would draw."""
-        chances = [module.p for module in self._dropouts]
+    def random(self, in_region: Callable[[], bool], args: Any, kwargs: Any, *, region_draws: bool) -> Iterator[None]:
+        """Outside of regions, what the block draws is this rank's part of what one rank would draw.
+
+        Args:
+            region_draws: whether regions draw from the same generators; else from copies of them, if they do.
+        """
+        chances = self._chances.now()
         hidden = _leaf(args, kwargs, self.split.hidden)
         known = self._draws is not None and self._draws[0] == chances
-        if not self._block.training or hidden is None or (known and self._draws is not None and not self._draws[1]):
+        if not self._block.training or hidden is None:
             yield
+            return
+        if known and self._draws is not None and not self._draws[1] and not region_draws:
+            generators = seeding.generators_of(hidden.device)
+            name, before = type(self._block).__name__, have_drawn(generators)  # before: of what is in front of it
+            yield
+            if not before and have_drawn(generators) and name not in _told:
+                _told.add(name)  # what runs again in backward must draw what it drew: it stays so
+                logger.warning(
+                    "%s begins to draw random numbers, which it did not before: with sequence_parallel each rank draws "
+                    "its own from now on, not those of one process; set sequence_parallel=False for these",
+                    name,
+                )
             return
         length, _ = self._known(hidden.shape[self.split.dim])
         mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, in_region)

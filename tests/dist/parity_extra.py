@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -114,6 +115,45 @@ def forwards_in_training_mode(case: Case) -> list[float]:
         assert torch.equal(torch.get_rng_state(), before), "the user's random numbers are not touched"
         engine.close()
     return found
+
+
+class AnnealedBlock(models.PlainBlock):
+    """One that mixes no positions and drops out by itself: by an attribute, or by what nobody sees."""
+
+    unseen: ClassVar[list[float]] = []
+
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__(hidden, dropout)
+        self.rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [batch, length, hidden]."""
+        out, rate = self.down(torch.tanh(self.up(self.norm(x)))), max([self.rate, *self.unseen])
+        return x + nn.functional.dropout(out, rate, self.training) if rate else x + out
+
+
+def annealed(case: Case, *, unseen: bool) -> tuple[list[float], str]:
+    """Returns the losses of four steps, the last two with dropout, and what was said."""
+    said = io.StringIO()
+    handler, log = logging.StreamHandler(said), logging.getLogger("fold3d")
+    with jobs.precision(case):
+        model = jobs.build(case)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = [AnnealedBlock(16, 0.0) for _ in range(case.layers)]
+        model.layers = nn.ModuleList(layers).double()
+        engine, losses = jobs.engine_of(case, model), []
+        log.addHandler(handler)
+        for step in range(4):
+            rate = 0.3 if step > 1 else 0.0
+            AnnealedBlock.unseen[:] = [rate] if unseen else []
+            for layer in layers:
+                layer.rate = 0.0 if unseen else rate
+            losses.append(engine.step(jobs.batch_of(engine, case, step)).loss.item())
+        engine.close()
+        log.removeHandler(handler)
+        AnnealedBlock.unseen.clear()
+    return losses, said.getvalue()
 
 
 # Parameters without gradient

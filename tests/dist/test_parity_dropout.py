@@ -88,3 +88,25 @@ def test_replicas_forwards_in_training_mode(ranks: RankPool) -> None:
     case = Case(dp=2, m=2, dropout=0.1)
     results = ranks.run(parity_extra.forwards_in_training_mode, 2, case)
     assert len({round(loss, 9) for result in results for loss in result}) == 6
+
+
+BEGINS = [
+    Case(m=2, family="plain", tied=False, micro_batch_size=1),
+    Case(m=2, family="plain", tied=False, micro_batch_size=1, recompute=True),
+    Case(tp=2, m=2, family="plain", tied=False, tp_overlap="none", sequence_parallel=True, recompute=True),
+    Case(tp=2, m=2, family="plain", tied=False, tp_overlap="sub", sequence_parallel=False, recompute=True),
+    Case(tp=2, m=2, family="plain", tied=False, tp_overlap="sub", sequence_parallel=True),
+]
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize("case", BEGINS, ids=lambda case: case.name)
+def test_a_block_that_begins_to_draw(ranks: RankPool, case: Case) -> None:
+    """By an attribute, which is seen; in another way, which is said."""
+    alone = Case(m=2, family="plain", tied=False)
+    ((expected, said),) = ranks.run(parity_extra.annealed, 1, alone, unseen=False)
+    assert not said
+    for found, said in ranks.run(parity_extra.annealed, case.ranks, case, unseen=False, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-11) and "begins to draw" not in said
+    for found, said in ranks.run(parity_extra.annealed, case.ranks, case, unseen=True, timeout=150.0):
+        assert found[:2] == pytest.approx(expected[:2], abs=1e-11) and "begins to draw" in said

@@ -27,6 +27,7 @@ bool ForwardCursor::skip(int block, std::uint64_t constant) {
   ++position_;
   inside_ = false;  // as at the end of a block that ran, also where a module around the blocks calls them
   if (!seed_) return true;
+  has_drawn_ = has_drawn();
   seed_ = core::next_seed(*seed_, constant);
   ahead_.reseed(generators_, *seed_, block);
   return true;
@@ -41,18 +42,21 @@ bool ForwardCursor::enter(int block) {
 bool ForwardCursor::begin_module(std::uint64_t constant) {
   if (inside_) return false;
   inside_ = true;
+  has_drawn_ = has_drawn();
   if (seed_) reseed(generators_, core::seed_inside(*seed_, constant));
   return true;
 }
 
 void ForwardCursor::leave_module() {
   inside_ = false;
+  has_drawn_ = has_drawn();
   if (seed_) reseed(generators_, *seed_);
 }
 
 void ForwardCursor::end_module(std::uint64_t constant) {
   inside_ = false;
   if (!seed_) return;
+  has_drawn_ = has_drawn();
   seed_ = core::next_seed(*seed_, constant);
   reseed(generators_, *seed_);
 }

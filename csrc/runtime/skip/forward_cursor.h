@@ -45,12 +45,16 @@ class ForwardCursor {
   int position() const { return position_; }     ///< the next block
   bool with_grad() const { return with_grad_; }  ///< whether the forward records for a backward
 
+  /// Whether anything was drawn since the forward began; false where it leaves the generators alone.
+  bool has_drawn() const { return seed_ && (has_drawn_ || have_drawn(generators_)); }
+
  private:
   const int lo_;
   int from_ = 0;
   const bool with_grad_;
   int position_ = 0;
   bool inside_ = false;
+  bool has_drawn_ = false;  // before the generators were seeded last
   std::optional<std::uint64_t> seed_;
   std::vector<at::Generator> generators_;
   RngPrefetch ahead_;

@@ -34,6 +34,18 @@ void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed) {
   }
 }
 
+bool have_drawn(const std::vector<at::Generator>& generators) {
+  return std::any_of(generators.begin(), generators.end(), [](const at::Generator& generator) {
+    at::GeneratorImpl* const impl = generator.unsafeGetGeneratorImpl();
+    const std::lock_guard lock(impl->mutex_);
+    if (auto* const cpu = dynamic_cast<at::CPUGeneratorImpl*>(impl)) {
+      const at::mt19937_data_pod state = cpu->engine().data();
+      return state.left_ != 1 || state.next_ != 0;  // the first draw makes 624 numbers
+    }
+    return generator.device().is_cuda() && impl->get_offset() != 0;
+  });
+}
+
 RngPrefetch::RngPrefetch(std::vector<std::uint64_t> constants, int end)
     : constants_(std::move(constants)), end_(std::min(end, static_cast<int>(constants_.size()))) {}
 

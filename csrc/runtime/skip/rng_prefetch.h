@@ -12,6 +12,10 @@ namespace fold3d::runtime {
 /// Gives every generator `seed`.
 void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed);
 
+/// Whether anything was drawn from a generator since it was seeded last. Of a device that is neither the CPU nor CUDA
+/// it is not known: false.
+bool have_drawn(const std::vector<at::Generator>& generators);
+
 /// Reseeds generators along the chain of seeds of skipped blocks. Most of the time that takes goes into the seeding of
 /// the CPU's generator, so that is done for several blocks together. Used by one thread.
 class RngPrefetch {
