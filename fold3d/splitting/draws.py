@@ -14,10 +14,12 @@ from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.inner_results import exit_channels, placements
 from fold3d.splitting.proof import BlockRuns, differ
-from fold3d.tensor_parallel.random_draws import PartialDraws, Size
+from fold3d.tensor_parallel.random_draws import PartialDraws, Size, all_draw
 from fold3d.tensor_parallel.slices import paths_of
 
 _MOST_TRIES = 16
+_CHANCE = 0.1
+"""Of dropout that is proved: chances of 0 may become others later."""
 
 
 class _DrawnSizes(PartialDraws):
@@ -43,26 +45,30 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
     if not split.groups:
         return split
     try:
-        runs = BlockRuns(call, split, tp, training=True)
-        sizes = _DrawnSizes()
-        expected = dict(paths_of(runs.whole(sizes)))
-        if not sizes.sizes:
-            return split
-        ranks = [_DrawnSizes() for _ in range(tp)]
-        runs.ranks(split, ranks)
-        of_ranks = zip(*(one.sizes for one in ranks), strict=True)
-        per_draw = [
-            list(_candidates(whole, parts, runs.block, split))
-            for whole, parts in zip(sizes.sizes, of_ranks, strict=True)
-        ]
-        for draws in islice(_likeliest(per_draw), _MOST_TRIES):
-            made = replace(split, draws=draws)
-            found = [dict(paths_of(output)) for output in runs.ranks(made)]
-            # Of what blocks of all kinds are read for, this one may not return everything (T5's encoder and decoder).
-            if not any(differ(one.get(path), expected.get(path)) for one in found for path in call.read):
-                return made
+        with all_draw(_CHANCE):
+            return _found(call, split, tp)
     except (IndexError, RuntimeError, TypeError, ValueError, Fold3dError):
-        pass  # ranks that draw otherwise
+        return split  # ranks that draw otherwise
+
+
+def _found(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
+    runs = BlockRuns(call, split, tp, training=True)
+    sizes = _DrawnSizes()
+    expected = dict(paths_of(runs.whole(sizes)))
+    if not sizes.sizes:
+        return split
+    ranks = [_DrawnSizes() for _ in range(tp)]
+    runs.ranks(split, ranks)
+    of_ranks = zip(*(one.sizes for one in ranks), strict=True)
+    per_draw = [
+        list(_candidates(whole, parts, runs.block, split)) for whole, parts in zip(sizes.sizes, of_ranks, strict=True)
+    ]
+    for draws in islice(_likeliest(per_draw), _MOST_TRIES):
+        made = replace(split, draws=draws)
+        found = [dict(paths_of(output)) for output in runs.ranks(made)]
+        # Of what blocks of all kinds are read for, this one may not return everything (T5's encoder and decoder).
+        if not any(differ(one.get(path), expected.get(path)) for one in found for path in call.read):
+            return made
     return split
 
 

@@ -32,6 +32,7 @@ class BlockCall:
         self._gathered: list[tuple[weakref.ref[Tensor], bool, bool, Tensor]] = []
         self._products: list[tuple[weakref.ref[Tensor], tuple[bool, int], dict[str, Tensor]]] = []
         self._given: tuple[int, int] | None = None
+        self._forks = False
 
     @property
     def given(self) -> tuple[int, int] | None:
@@ -42,28 +43,24 @@ class BlockCall:
         """The block was given a part of so many samples whose sequences are so long."""
         self._given = (samples, length)
 
+    def draw(self, *, forks: bool) -> None:
+        """Sets whether each rank draws random numbers of its own in regions."""
+        self._forks = forks
+
     @property
     def in_region(self) -> bool:
         """Whether a region has begun and not ended."""
         return bool(self._open)
 
-    def open(self, group: int, forks: bool, device: torch.device) -> None:
-        """The region of a group has begun.
-
-        Args:
-            forks: whether each rank draws its own random numbers from here on.
-        """
+    def open(self, group: int, device: torch.device) -> None:
+        """The region of a group has begun."""
         self._open.add(group)
-        if forks:
+        if self._forks:
             self._draws.fork(device, group)
 
-    def enter(self, x: Tensor, group: int, forks: bool) -> Tensor:
-        """Returns `x` as the region of a group reads it; what several modules take enters once.
-
-        Args:
-            forks: whether each rank draws its own random numbers from here on.
-        """
-        self.open(group, forks, x.device)
+    def enter(self, x: Tensor, group: int) -> Tensor:
+        """Returns `x` as the region of a group reads it; what several modules take enters once."""
+        self.open(group, x.device)
         return self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:

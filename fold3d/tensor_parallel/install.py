@@ -20,7 +20,7 @@ from fold3d.sharding.split import Attribute, BlockSplit, GroupSplit, InnerResult
 from fold3d.tensor_parallel.block_call import BlockCalls
 from fold3d.tensor_parallel.linear import factor, is_fusable, is_linear, matmul, widths, with_bias
 from fold3d.tensor_parallel.operators import BlockOperators, OperatorWatch, of_fold3d, without_caches
-from fold3d.tensor_parallel.random_draws import ShardRandom
+from fold3d.tensor_parallel.random_draws import DrawsOfShares
 from fold3d.tensor_parallel.region import REDUCE, Exchange, RegionOps
 from fold3d.tensor_parallel.sequence import BlockSequence, SequenceLength
 from fold3d.tensor_parallel.slices import gather_part, paths_of, replace_argument, replace_leaf, take_part
@@ -204,6 +204,7 @@ class _Installer:
         self._calls = calls
         # Where the sequence is shared, every rank has a part of it everywhere in the block.
         has_parts = lambda: sequence is not None or calls.current().in_region  # noqa: E731
+        self._draws = DrawsOfShares(block, split.draws, rank) if split.draws else None
         self.unproved = Unproved(block, split.unrun, split.unread, has_parts)
         self._hubs = {
             name: _Hub(shard, rank, ops) for name, shard in split.shards.items() if shard.overlaps and not shard.summed
@@ -274,10 +275,10 @@ class _Installer:
                         drawing.enter_context(operators.around(args, kwargs))
                         drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
-                    if split.draws and block.training:
-                        drawing.enter_context(ShardRandom(split.draws, rank, in_region))
+                    region_draws = self._draws is not None and drawing.enter_context(self._draws.around(in_region))
+                    call.draw(forks=block.training and not region_draws)
                     if sequence is not None:
-                        drawing.enter_context(sequence.random(in_region, args, kwargs, region_draws=bool(split.draws)))
+                        drawing.enter_context(sequence.random(in_region, args, kwargs, region_draws=region_draws))
                     try:
                         output = original(*args, **kwargs)
                     except (RuntimeError, IndexError, ValueError) as error:
@@ -327,7 +328,7 @@ class _Installer:
         return forward
 
     def _linear_entry(self, module: nn.Module, name: str, number: int) -> Callable[..., Tensor]:
-        calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
+        calls, ops, split, original = self._calls, self._ops, self._split, module.forward
         # Where the sequence is shared, what is gathered brings its products.
         found = next((names for names in split.together if name in names and self._sequence is None), ())
         linear = self.linear_entries
@@ -336,7 +337,6 @@ class _Installer:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             (x,) = (*args, *kwargs.values())
             call = calls.current()
-            forks = block.training and not split.draws
             product = call.product(x, name)
             if product is None and found and x.requires_grad and torch.is_grad_enabled():
                 fused = ops.fused
@@ -346,8 +346,8 @@ class _Installer:
                     call.add_products(x, dict(zip(found, made, strict=True)))
                     product = call.product(x, name)
             if product is None:
-                return original(call.enter(x, number, forks))  # type: ignore[no-any-return]
-            call.open(number, forks, x.device)
+                return original(call.enter(x, number))  # type: ignore[no-any-return]
+            call.open(number, x.device)
             return with_bias(module, product)
 
         return forward
@@ -359,7 +359,7 @@ class _Installer:
     def _region(
         self, module: nn.Module, name: str, number: int, enters: bool, exits: bool, shared: tuple[str, ...]
     ) -> Callable[..., Any]:
-        calls, ops, block, split, original = self._calls, self._ops, self._block, self._split, module.forward
+        calls, ops, block, original = self._calls, self._ops, self._block, module.forward
         summed = self._leave
         prefix = f"{name}." if name else ""
         hubs = self._hubs_of(name)
@@ -370,10 +370,9 @@ class _Installer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = calls.current()
             if enters:
-                forks = block.training and not split.draws
 
                 def enter(x: Tensor) -> Tensor:
-                    return call.enter(x, number, forks) if x.is_floating_point() else x
+                    return call.enter(x, number) if x.is_floating_point() else x
 
                 args, kwargs = tree_map_only(Tensor, enter, (args, kwargs))
             with Coat() as coat:

@@ -58,17 +58,24 @@ class PartialDraws(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
-        """How many draws there were; an activation checkpoint runs again from the number that it began with."""
+        """How many draws there were, of which some may draw nothing; an activation checkpoint runs again from the
+        number that it began with."""
+        self.has_drawn = False
         self._memory = CheckpointMemory()
         self._with_grad = torch.is_grad_enabled()
         around = checkpoint_around()
         self._around = None if around is None else around.frame  # who runs that one again makes another mode
 
-    def whole(self, size: Size) -> Size | None:
-        """Returns the size for the whole of a part that is to be drawn; None where it is drawn as it is."""
+    def whole(self, size: Size, *, draws: bool = True) -> Size | None:
+        """Returns the size for the whole of a part that is to be drawn; None where it is drawn as it is.
+
+        Args:
+            draws: whether anything is drawn: dropout with a chance of 0 counts, too.
+        """
         self._follow_checkpoint()
         self.number += 1
-        return self.whole_of(size, self.number - 1)
+        self.has_drawn = self.has_drawn or draws
+        return self.whole_of(size, self.number - 1) if draws else None
 
     def whole_of(self, size: Size, number: int) -> Size | None:
         """Returns what `whole` does, for draw `number`."""
@@ -121,11 +128,29 @@ class PartialDraws(TorchFunctionMode):
             self.number = before
 
 
+_least = [0.0]
+"""The smallest chance of dropout; no context variable, which greenlets would not have."""
+
+
+@contextlib.contextmanager
+def all_draw(chance: float) -> Iterator[None]:
+    """Every dropout drops out with at least this chance, in training or not, where a mode is entered."""
+    before, _least[0] = _least[0], chance
+    try:
+        yield
+    finally:
+        _least[0] = before
+
+
 def _dropout(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    x, p, training, inplace = _arguments(args, named)
-    size = mode.whole(tuple(x.shape)) if training and p > 0.0 else None
+    x, asked, training, inplace = _arguments(args, named)
+    p = max(asked if training else 0.0, _least[0])
+    size = mode.whole(tuple(x.shape), draws=p > 0.0)
     if size is None:
-        return func(*args, **named)
+        if not _least[0]:
+            return func(*args, **named)
+        dropped = func(x, p, True)
+        return x.copy_(dropped) if inplace else dropped
     if func in _FEATURES:  # a mask per channel
         size = (*size[:2], *(1 for _ in size[2:]))
     # By torch's own dropout, whose numbers on an accelerator are those of a kernel of its own.
@@ -178,10 +203,10 @@ def _bernoulli(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ..
 def _attention(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     values = _of_attention(args, named)
     query, key, value = values["query"], values["key"], values["value"]
-    p, mask, scale = values.get("dropout_p", 0.0), values.get("attn_mask"), values.get("scale")
-    size = mode.whole((*query.shape[:-1], key.shape[-2])) if p > 0.0 else None
+    p, mask, scale = max(values.get("dropout_p", 0.0), _least[0]), values.get("attn_mask"), values.get("scale")
+    size = mode.whole((*query.shape[:-1], key.shape[-2]), draws=p > 0.0)
     if size is None:
-        return func(*args, **named)
+        return func(**{**values, "dropout_p": p})
     if values.get("enable_gqa", False):
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -216,7 +241,7 @@ def _other(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], 
     drawn = func(*args, **named)
     place = _TRAINING.get(func)
     is_on = place is None or named.get("training", args[place] if len(args) > place else False)
-    if is_on and mode.whole(tuple(drawn.shape)) is not None:
+    if mode.whole(tuple(drawn.shape), draws=is_on) is not None:
         raise RedrawError(
             f"it draws random numbers by {func.__name__}, of which a rank, or a part of a micro-batch, cannot take its "
             "share of what one process draws: draw by torch.rand, randn or rand_like, or by a dropout; or set tp=1 and "
@@ -285,6 +310,39 @@ class ShardRandom(PartialDraws):
     def put(self, whole: Tensor, part: Tensor) -> None:
         assert self._taken is not None, "`whole` returned a size"
         self._taken.put(whole, part, self._rank)
+
+
+class DrawsOfShares:
+    """What the forwards of a block draw, of which it is known which part is whose; all ranks of the group alike.
+
+    Where a call has drawn nothing, the next ones are left alone, until chances of dropout have changed.
+    """
+
+    def __init__(self, block: nn.Module, draws: Sequence[Slices | None], rank: int) -> None:
+        self._block, self._draws, self._rank = block, draws, rank
+        self._chances = Chances(block)
+        self._nothing: tuple[Any, ...] | None = None  # chances with which nothing was drawn
+
+    @contextlib.contextmanager
+    def around(self, in_region: Callable[[], bool]) -> Iterator[bool]:
+        """Around one call, in which a rank draws its part of what one process draws; yields whether it does so.
+
+        Raises: Fold3dError where it draws another number of times than when it was divided.
+        """
+        chances = self._chances.now()
+        if not self._block.training or chances == self._nothing:
+            yield False
+            return
+        mode = ShardRandom(self._draws, self._rank, in_region)
+        with mode:
+            yield True
+        self._nothing = None if mode.has_drawn else chances
+        if mode.has_drawn and mode.number < len(self._draws):
+            raise Fold3dError(
+                f"tp: a {type(self._block).__name__} draws random numbers {mode.number} times in a call; when it was "
+                f"divided, it did {len(self._draws)} times, so it is not known which of them are left out. A block "
+                "must draw alike in every call: set chances of dropout to 0 where they are used, or set tp=1"
+            )
 
 
 class RowsRandom(PartialDraws):

@@ -117,6 +117,21 @@ def forwards_in_training_mode(case: Case) -> list[float]:
     return found
 
 
+def changing_chances(case: Case, name: str) -> list[float]:
+    """Returns the losses of steps in which the dropouts named so have their chances, 0, and others."""
+    with jobs.precision(case):
+        model = jobs.build(case)
+        dropouts = [one for path, one in model.named_modules() if path.endswith(name) and isinstance(one, nn.Dropout)]
+        assert dropouts
+        engine, losses = jobs.engine_of(case, model), []
+        for step, chance in enumerate((None, 0.0, 0.2)):
+            for dropout in dropouts if chance is not None else ():
+                dropout.p = chance
+            losses.append(engine.step(jobs.batch_of(engine, case, step)).loss.item())
+        engine.close()
+    return losses
+
+
 class AnnealedBlock(models.PlainBlock):
     """One that mixes no positions and drops out by itself: by an attribute, or by what nobody sees."""
 

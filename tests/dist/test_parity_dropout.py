@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,14 @@ def test_a_block_that_begins_to_draw(ranks: RankPool, case: Case) -> None:
         assert found == pytest.approx(expected, abs=1e-11) and "begins to draw" not in said
     for found, said in ranks.run(parity_extra.annealed, case.ranks, case, unseen=True, timeout=150.0):
         assert found[:2] == pytest.approx(expected[:2], abs=1e-11) and "begins to draw" in said
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize("layout", [{"tp_overlap": "none", "sequence_parallel": False}, {"tp_overlap": "sub"}], ids=str)
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "attn_dropout"), ("gpt2", "resid_dropout"), ("bert", "dropout")])
+def test_chances_that_change(ranks: RankPool, layout: dict[str, Any], family: str, name: str) -> None:
+    """A dropout with a chance of 0 draws nothing, and those behind it draw what they drew."""
+    case = Case(m=2, family=family, tied=False, dropout=0.1)
+    (expected,) = ranks.run(parity_extra.changing_chances, 1, case, name)
+    for found in ranks.run(parity_extra.changing_chances, 2, replace(case, tp=2, **layout), name, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-11)

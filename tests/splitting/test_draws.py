@@ -121,12 +121,14 @@ def test_a_draw_that_was_not_there_when_the_block_was_split_is_refused() -> None
         assert torch.rand(2, 3).shape == (2, 3)
 
 
-def test_a_model_without_dropout_draws_nothing() -> None:
+def test_chances_of_0_are_known_too() -> None:
+    """They may become others later."""
     config = hf.LlamaConfig(**TEXT, **WIDE, intermediate_size=48, num_attention_heads=4)
     model = hf.LlamaForCausalLM(config)
     batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
     plan = plan_sharding(model, trace(model, example=batch), batch, 2)
-    assert all(split.groups and not split.draws for split in plan.blocks.values())
+    heads = Slices(dim=1, size=4, parts=(((0, 2),), ((2, 4),)))
+    assert all(split.groups and split.draws == (heads,) for split in plan.blocks.values())
 
 
 @pytest.mark.parametrize("times", [1, 3])
