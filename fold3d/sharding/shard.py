@@ -83,6 +83,10 @@ class Slices:
         return x.reshape(*x.shape[: self.dim], -1, size, *x.shape[self.dim + 1 :])
 
 
+NOT_KNOWN = Slices(dim=0, size=0, parts=())
+"""Of what nobody could look at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard(Slices):
     """How one parameter is spread over the ranks of a tensor-parallel group.

@@ -91,8 +91,8 @@ class BlockSplit:
     """Linear layers that enter regions with the same tensor, which nothing else there takes; each is called once."""
     draws: tuple[Slices | None, ...] = ()
     """Random numbers of which each rank needs those of its units, a dropout's mask over heads, say, in the order in
-    which the block draws in training; None: drawn alike on every rank. Empty: it draws nothing, or it is not known how;
-    then each rank draws for itself inside a region."""
+    which the block draws in training; None: drawn alike on every rank; NOT_KNOWN: it must draw nothing there. Empty: it
+    draws nothing, or it is not known how; then each rank draws for itself inside a region."""
     inner: tuple[InnerResult, ...] = ()
     """What it and modules inside return; those that return one tensor, which is whole, are left out."""
     unrun: tuple[str, ...] = ()

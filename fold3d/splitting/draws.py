@@ -9,7 +9,7 @@ from itertools import islice
 from torch import nn
 
 from fold3d.errors import Fold3dError
-from fold3d.sharding.shard import Slices
+from fold3d.sharding.shard import NOT_KNOWN, Slices
 from fold3d.sharding.split import BlockSplit
 from fold3d.splitting.capture import CapturedCall
 from fold3d.splitting.inner_results import exit_channels, placements
@@ -21,6 +21,9 @@ _MOST_TRIES = 16
 _CHANCE = 0.1
 """Of dropout that is proved: chances of 0 may become others later."""
 
+_NOTHING: Size = (-1,)
+"""The size of what is not drawn."""
+
 
 class _DrawnSizes(PartialDraws):
     """Writes down what is drawn."""
@@ -29,8 +32,12 @@ class _DrawnSizes(PartialDraws):
         super().__init__()
         self.sizes: list[Size] = []
 
+    def whole(self, size: Size, *, draws: bool = True) -> Size | None:
+        super().whole(size, draws=draws)
+        self.sizes.append(size if draws else _NOTHING)
+        return None
+
     def whole_of(self, size: Size, number: int) -> Size | None:
-        self.sizes.append(size)
         return None
 
 
@@ -44,18 +51,23 @@ def with_draws(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
     """
     if not split.groups:
         return split
-    try:
-        with all_draw(_CHANCE):
-            return _found(call, split, tp)
-    except (IndexError, RuntimeError, TypeError, ValueError, Fold3dError):
-        return split  # ranks that draw otherwise
+    for chance in (_CHANCE, 0.0):  # where they are not found, those that are drawn as it is
+        try:
+            with all_draw(chance):
+                found = _found(call, split, tp)
+        except (IndexError, RuntimeError, TypeError, ValueError, Fold3dError):
+            continue  # ranks that draw otherwise
+        if found is not None:
+            return found
+    return split
 
 
-def _found(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
+def _found(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit | None:
+    """Returns the split with draws; as it is where there are none; None where they were not found."""
     runs = BlockRuns(call, split, tp, training=True)
     sizes = _DrawnSizes()
     expected = dict(paths_of(runs.whole(sizes)))
-    if not sizes.sizes:
+    if set(sizes.sizes) <= {_NOTHING}:
         return split
     ranks = [_DrawnSizes() for _ in range(tp)]
     runs.ranks(split, ranks)
@@ -69,7 +81,7 @@ def _found(call: CapturedCall, split: BlockSplit, tp: int) -> BlockSplit:
         # Of what blocks of all kinds are read for, this one may not return everything (T5's encoder and decoder).
         if not any(differ(one.get(path), expected.get(path)) for one in found for path in call.read):
             return made
-    return split
+    return None
 
 
 def _likeliest(per_draw: Sequence[Sequence[Slices | None]]) -> Iterator[tuple[Slices | None, ...]]:
@@ -95,6 +107,9 @@ def _places(counts: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
 
 def _candidates(whole: Size, parts: Sequence[Size], block: nn.Module, split: BlockSplit) -> Iterator[Slices | None]:
     """Yields how a draw may lie on the ranks, the likeliest first."""
+    if _NOTHING in (whole, *parts):
+        yield NOT_KNOWN
+        return
     dims = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
     if not dims:
         yield None

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fold3d import seeding
 from fold3d._C import note_product, reseed, seed_inside
 from fold3d.errors import Fold3dError
-from fold3d.sharding.shard import Slices, even_part
+from fold3d.sharding.shard import NOT_KNOWN, Slices, even_part
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
 from fold3d.tensor_parallel.operators import of_fold3d
 from fold3d.torch_private import checkpoint_around, run_again_within
@@ -287,7 +287,9 @@ class ShardRandom(PartialDraws):
         draw = self._draws[number]
         if draw is None:
             return None
-        times, rest = divmod(size[draw.dim], draw.length(self._rank)) if draw.dim < len(size) else (0, 1)
+        times, rest = 0, 1
+        if draw != NOT_KNOWN and draw.dim < len(size):
+            times, rest = divmod(size[draw.dim], draw.length(self._rank))
         if rest:
             self._refuse_inside(size, number)
             return None
