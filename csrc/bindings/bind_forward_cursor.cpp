@@ -41,6 +41,8 @@ void bind_forward_cursor(py::module_& module) {
   module.def("reseed", &runtime::reseed, py::arg("generators"), py::arg("seed"), "Gives every generator `seed`.");
   module.def("have_drawn", &runtime::have_drawn, py::arg("generators"),
              "Whether anything was drawn from a generator since it was seeded; False where that is not known.");
+  module.def("draw_position", &runtime::draw_position, py::arg("generators"),
+             "A number that changes with every draw from one of the generators.");
   module.def(
       "swap_warning_handler",
       [](std::uintptr_t handler) {

@@ -324,7 +324,7 @@ class Engine(state.WholeState):
         return self._rank
 
     def _begin(
-        self, inputs: Inputs, function: LossFunction, key: DropoutKey | None, *, trains: bool
+        self, inputs: Inputs, function: LossFunction, key: DropoutKey, *, trains: bool
     ) -> tuple[BuiltRank, LossRun | None]:
         """Returns the rank, built with the first micro-batch unless it is already, and whose loss then has begun."""
         self._supervisor.progress.life.check()
@@ -470,8 +470,9 @@ class Engine(state.WholeState):
         Computes no gradients.
 
         All ranks of the replica call; if the model is not cut yet, all ranks of the job. Evaluation mode is the
-        caller's business: a module in training mode drops out, by masks that depend on the seed, the step, how many
-        forwards there were since it, and the replica; torch's global random generators then do not change.
+        caller's business: a module in training mode drops out. What the model draws depends on the seed, the step, how
+        many forwards there were since it, and the replica; the state of torch's global random generators does not
+        change.
 
         Args:
             batch: tensors by argument name, of any batch size, the same on each rank of the replica.
@@ -484,13 +485,11 @@ class Engine(state.WholeState):
         rank, begun = self._begin(batch, fn, key, trains=False)
         return rank.step.evaluate(self.programs.evaluation(), batch, fn, begun, key)
 
-    def _key_of_forward(self) -> DropoutKey | None:
-        """Returns that of the random numbers of one more forward; None in evaluation mode."""
+    def _key_of_forward(self) -> DropoutKey:
+        """Returns that of the random numbers of one more forward."""
         step, count = self._forwards
         count = count + 1 if step == self.step_index else 1
         self._forwards = self.step_index, count
-        if not any(module.training for module in self.model.modules()):
-            return None
         return self.config.seed, self.step_index, self.topology.dp_rank - count * self.topology.dp
 
     # The whole step

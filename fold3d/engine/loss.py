@@ -83,7 +83,7 @@ _LOOKS = ("__get__", "__hash__", "dim", "element_size", "is_contiguous", "is_inf
 """Functions of tensors that tell nothing of their values."""
 
 
-class _Count(torch.Tensor):
+class Count(torch.Tensor):
     """A number that knows whether anybody calculated with it, or read it; what is calculated are plain tensors.
 
     Whoever looks at its shape or type only, such as to record the call, has not.
@@ -97,12 +97,12 @@ class _Count(torch.Tensor):
     ) -> Any:
         looks_only = getattr(func, "__name__", "") in _LOOKS
 
-        def plain(count: _Count) -> torch.Tensor:
+        def plain(count: Count) -> torch.Tensor:
             count.used = count.used or not looks_only
             with torch._C.DisableTorchFunctionSubclass():
                 return count.as_subclass(torch.Tensor)
 
-        args, named = tree_map_only(_Count, plain, (args, dict(kwargs or {})))
+        args, named = tree_map_only(Count, plain, (args, dict(kwargs or {})))
         return func(*args, **named)
 
 
@@ -119,7 +119,7 @@ def token_share(labels: torch.Tensor, replicas: int, micro_batches: int) -> Loss
     """
 
     def share(model: Module, batch: dict[str, Any]) -> torch.Tensor:
-        count = labels.as_subclass(_Count)
+        count = labels.as_subclass(Count)
         loss = loss_of(model(**batch, num_items_in_batch=count))
         return loss * replicas if count.used else loss * (1.0 / micro_batches)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,15 +184,15 @@ class Step:
         return loss, norm
 
     def evaluate(
-        self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None, key: DropoutKey | None
+        self, schedule: Schedule, inputs: Inputs, function: LossFunction, begun: LossRun | None, key: DropoutKey
     ) -> Any:
         """Runs one batch forward; returns the last chunk's result on every rank of the replica.
 
         Args:
-            key: of its random numbers; None: it draws from the generators as they are.
+            key: of its random numbers.
         """
-        untouched = nullcontext() if key is None else rng_untouched(self.groups.device)
-        with self.supervisor.together("an evaluation"), self.memory.explains([_SMALLER]), untouched:
+        together = self.supervisor.together("an evaluation")
+        with together, self.memory.explains([_SMALLER]), rng_untouched(self.groups.device):
             self.drain()
             self.recorder.begin(trains=False)
             self.sync.flush()

@@ -34,8 +34,7 @@ class MicroBatch:
 
     inputs: Inputs
     loss: LossRun
-    key: DropoutKey | None
-    """None in evaluation mode, which leaves the generators alone."""
+    key: DropoutKey
     drawn: DrawnNumbers = field(default_factory=DrawnNumbers, repr=False, compare=False)
     before: Before = field(default_factory=Before, repr=False, compare=False)
     """Buffers and attributes that forwards have changed, as they were."""

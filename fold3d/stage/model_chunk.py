@@ -55,7 +55,7 @@ class OncePerMicroBatch:
         inputs, again = _versions(micro_batch.loss.call), run == "again"
         afterwards = micro_batch.afterwards if micro_batch.loss.is_users and not again else None
         own = self._own.around(chunk, afterwards)
-        shared = self._shared.unchanged(micro_batch.key[:2] if micro_batch.key and micro_batch.trains else None)
+        shared = self._shared.unchanged(micro_batch.key[:2] if micro_batch.trains else None)
         if self._buffers is None:
             with own, shared:
                 yield

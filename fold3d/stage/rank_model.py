@@ -79,7 +79,7 @@ def begin_loss(
     function: LossFunction,
     inputs: dict[str, Any],
     device: torch.device,
-    key: DropoutKey | None,
+    key: DropoutKey,
     trains: bool,
     *,
     may_cut: bool,

@@ -276,7 +276,7 @@ class _Installer:
                         drawing.enter_context(without_caches((args, kwargs)))
                     drawing.enter_context(unproved.watch_parameters())
                     region_draws = self._draws is not None and drawing.enter_context(self._draws.around(in_region))
-                    call.draw(forks=block.training and not region_draws)
+                    call.draw(forks=not region_draws)
                     if sequence is not None:
                         drawing.enter_context(sequence.random(in_region, args, kwargs, region_draws=region_draws))
                     try:

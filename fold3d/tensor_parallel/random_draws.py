@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from fold3d import seeding
-from fold3d._C import note_product, reseed, seed_inside
+from fold3d._C import draw_position, note_product, reseed, seed_inside
+from fold3d.device import default_device
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import NOT_KNOWN, Slices, even_part
 from fold3d.tensor_parallel.checkpoints import CheckpointMemory, in_reentrant_checkpoint
@@ -29,23 +31,42 @@ from fold3d.torch_private import checkpoint_around, run_again_within
 Size = tuple[int, ...]
 
 
+_MOST_KNOWN = 16
+
+
 class Chances:
-    """The numbers among the attributes of a module and those in it that may be chances of dropout: what is drawn may
-    change with them."""
+    """The numbers among the attributes of a module and those in it that may be chances of dropout, and which of them
+    train: what is drawn may change with them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [(vars(one), name) for one in module.modules() for name in _of_chances(one)]
+        self._nothing, self._something = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
 
     def now(self) -> tuple[Any, ...]:
-        """Returns them as they are, and whether their modules train."""
+        """Returns them as they are."""
         return tuple([values.get(name) for values, name in self._places])
+
+    def draw_nothing(self, chances: tuple[Any, ...]) -> bool:
+        """Returns whether, as far as is known, nothing is drawn with these."""
+        return chances in self._nothing
+
+    def note(self, chances: tuple[Any, ...], *, drawn: bool) -> None:
+        """With these, something was drawn or not; what was once is from then on."""
+        if drawn:
+            self._something.add(chances)
+            self._nothing.discard(chances)
+        elif chances not in self._something:
+            self._nothing.add(chances)
+        for known in (self._nothing, self._something):
+            if len(known) > _MOST_KNOWN:  # they change all the time
+                known.clear()
 
 
 def _of_chances(module: nn.Module) -> list[str]:
-    names = [name for name, value in vars(module).items() if type(value) is float]
+    names = ["training", *(name for name, value in vars(module).items() if type(value) is float)]
     if isinstance(module, nn.modules.dropout._DropoutNd) and "p" not in names:
         names.append("p")
-    return [*names, "training"] if names else []
+    return names
 
 
 class RedrawError(Fold3dError):
@@ -61,6 +82,7 @@ class PartialDraws(TorchFunctionMode):
         """How many draws there were, of which some may draw nothing; an activation checkpoint runs again from the
         number that it began with."""
         self.has_drawn = False
+        self._generators = seeding.generators_of(default_device())
         self._memory = CheckpointMemory()
         self._with_grad = torch.is_grad_enabled()
         around = checkpoint_around()
@@ -95,13 +117,28 @@ class PartialDraws(TorchFunctionMode):
         named = dict(kwargs or {})
         handler = _HANDLERS.get(func)
         if handler is None:
-            return func(*args, **named)
+            before = draw_position(self._generators)
+            result = func(*args, **named)
+            if draw_position(self._generators) != before:
+                drawn = next((one for one in tree_leaves(result) if isinstance(one, Tensor)), None)
+                self.refuse(getattr(func, "__name__", str(func)), None if drawn is None else tuple(drawn.shape))
+            return result
         with of_fold3d():
             drawn = handler(self, func, args, named)
         if handler is _attention:  # as it counts where nothing is drawn
             values = _of_attention(args, named)
             note_product(drawn, [values["query"], values["key"], values["value"]])
         return drawn
+
+    def refuse(self, name: str, size: Size | None) -> None:
+        """Raises: RedrawError where a part of what `name` has drawn would have to be taken."""
+        if size is not None and self.whole(size) is None:
+            return  # all ranks draw it
+        raise RedrawError(
+            f"it draws random numbers by {name}, of which a rank, or a part of a micro-batch, cannot take its share of "
+            "what one process draws: draw by torch.rand, randn or rand_like, or by a dropout; or set tp=1 and no "
+            "micro_batch_size"
+        )
 
     def _follow_checkpoint(self) -> None:
         """Makes backward draw alike when it runs the code of an activation checkpoint again: torch restores generators
@@ -241,12 +278,10 @@ def _other(mode: PartialDraws, func: Callable[..., Any], args: tuple[Any, ...], 
     drawn = func(*args, **named)
     place = _TRAINING.get(func)
     is_on = place is None or named.get("training", args[place] if len(args) > place else False)
-    if mode.whole(tuple(drawn.shape), draws=is_on) is not None:
-        raise RedrawError(
-            f"it draws random numbers by {func.__name__}, of which a rank, or a part of a micro-batch, cannot take its "
-            "share of what one process draws: draw by torch.rand, randn or rand_like, or by a dropout; or set tp=1 and "
-            "no micro_batch_size"
-        )
+    if is_on:
+        mode.refuse(func.__name__, tuple(drawn.shape))
+    else:
+        mode.whole(tuple(drawn.shape), draws=False)
     return drawn
 
 
@@ -259,7 +294,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_), _drawn_in_place),
     Tensor.random_: _drawn_in_place,
     **dict.fromkeys(_OTHERS, _other),
-    torch.bernoulli: _bernoulli,
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
     F.scaled_dot_product_attention: _attention,
 }
 
@@ -323,7 +358,6 @@ class DrawsOfShares:
     def __init__(self, block: nn.Module, draws: Sequence[Slices | None], rank: int) -> None:
         self._block, self._draws, self._rank = block, draws, rank
         self._chances = Chances(block)
-        self._nothing: tuple[Any, ...] | None = None  # chances with which nothing was drawn
 
     @contextlib.contextmanager
     def around(self, in_region: Callable[[], bool]) -> Iterator[bool]:
@@ -332,13 +366,13 @@ class DrawsOfShares:
         Raises: Fold3dError where it draws another number of times than when it was divided.
         """
         chances = self._chances.now()
-        if not self._block.training or chances == self._nothing:
+        if self._chances.draw_nothing(chances):
             yield False
             return
         mode = ShardRandom(self._draws, self._rank, in_region)
         with mode:
             yield True
-        self._nothing = None if mode.has_drawn else chances
+        self._chances.note(chances, drawn=mode.has_drawn)
         if mode.has_drawn and mode.number < len(self._draws):
             raise Fold3dError(
                 f"tp: a {type(self._block).__name__} draws random numbers {mode.number} times in a call; when it was "

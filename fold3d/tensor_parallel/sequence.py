@@ -104,7 +104,6 @@ class BlockSequence:
         self.split = split
         self._block, self._length, self._ops, self._calls = block, length, ops, calls
         self._chances = Chances(block)
-        self._draws: tuple[tuple[Any, ...], bool] | None = None  # with these chances: whether anything is drawn outside
 
     def watch(self, coat: Coat) -> None:
         """Does what there is to do also where something stands in for the block's own forward, as on another stage:
@@ -210,11 +209,10 @@ class BlockSequence:
         """
         chances = self._chances.now()
         hidden = _leaf(args, kwargs, self.split.hidden)
-        known = self._draws is not None and self._draws[0] == chances
-        if not self._block.training or hidden is None:
+        if hidden is None:
             yield
             return
-        if known and self._draws is not None and not self._draws[1] and not region_draws:
+        if self._chances.draw_nothing(chances) and not region_draws:
             generators = seeding.generators_of(hidden.device)
             name, before = type(self._block).__name__, have_drawn(generators)  # before: of what is in front of it
             yield
@@ -230,7 +228,7 @@ class BlockSequence:
         mode = RowsRandom(hidden.shape, self.split.dim, length, self._ops.size, self._ops.rank, in_region)
         with mode:
             yield
-        self._draws = (chances, mode.used or (known and self._draws is not None and self._draws[1]))
+        self._chances.note(chances, drawn=mode.used)
 
     @of_fold3d()
     def _whole(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
@@ -20,6 +21,7 @@ from transformers.utils.generic import ModelOutput
 from fold3d.checkpoint import has_adapters
 from fold3d.device import is_accelerator
 from fold3d.engine.engine import Engine
+from fold3d.engine.loss import Count
 from fold3d.errors import ConfigError
 from fold3d.trace.coat import Coat, Wrap
 from fold3d.trainer.loss_state import LossState
@@ -212,7 +214,8 @@ class EvaluatingTrainer(CheckpointingTrainer):
         inputs = self._prepare_inputs(inputs)
         stock = super().prediction_step
         # Counting labels talks to the other replicas, which happens outside of the engine's step.
-        self._label_count = (self._get_num_items_in_batch([inputs], self.args.device),)
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        self._label_count = (count.as_subclass(Count) if isinstance(count, Tensor) else count,)
 
         def predict(module: Module, batch: dict[str, Any]) -> Any:
             return stock(module, batch, prediction_loss_only, ignore_keys)
@@ -226,6 +229,23 @@ class EvaluatingTrainer(CheckpointingTrainer):
         finally:
             self._label_count = None
         return loss, logits, labels
+
+    def compute_loss(
+        self,
+        model: Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Returns the loss as the stock Trainer; in an evaluation of several replicas that of one process, too, where
+        nobody divides by the labels of all replicas (a classification's): the stock code makes up for that."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        scaled = self.args.average_tokens_across_devices and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+        if not isinstance(num_items_in_batch, Count) or num_items_in_batch.used or not scaled:
+            return found
+        loss, outputs = found if return_outputs else (found, None)
+        loss = loss / self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
 
     def _evaluate_with_whole_model(self) -> None:
         """A `prediction_step` of another class, Seq2SeqTrainer's or the user's, gets a model that it may call, and may

@@ -46,6 +46,22 @@ bool have_drawn(const std::vector<at::Generator>& generators) {
   });
 }
 
+std::uint64_t draw_position(const std::vector<at::Generator>& generators) {
+  std::uint64_t position = 0;
+  for (const at::Generator& generator : generators) {
+    at::GeneratorImpl* const impl = generator.unsafeGetGeneratorImpl();
+    const std::lock_guard lock(impl->mutex_);
+    if (auto* const cpu = dynamic_cast<at::CPUGeneratorImpl*>(impl)) {
+      const at::mt19937_data_pod state = cpu->engine().data();  // a word is another one after 624 numbers
+      position =
+          core::next_seed(position ^ state.state_[0], static_cast<std::uint64_t>(state.left_) << 32 | state.next_);
+    } else if (generator.device().is_cuda()) {
+      position = core::next_seed(position, impl->get_offset());
+    }
+  }
+  return position;
+}
+
 RngPrefetch::RngPrefetch(std::vector<std::uint64_t> constants, int end)
     : constants_(std::move(constants)), end_(std::min(end, static_cast<int>(constants_.size()))) {}
 

@@ -16,6 +16,9 @@ void reseed(const std::vector<at::Generator>& generators, std::uint64_t seed);
 /// it is not known: false.
 bool have_drawn(const std::vector<at::Generator>& generators);
 
+/// A number that changes with every draw from one of the generators; of other devices it does not.
+std::uint64_t draw_position(const std::vector<at::Generator>& generators);
+
 /// Reseeds generators along the chain of seeds of skipped blocks. Most of the time that takes goes into the seeding of
 /// the CPU's generator, so that is done for several blocks together. Used by one thread.
 class RngPrefetch {

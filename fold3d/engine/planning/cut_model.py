@@ -129,8 +129,8 @@ class First:
     inputs: dict[str, Any]
     function: LossFunction
     """What calls the model with it."""
-    key: DropoutKey | None
-    """Of its random numbers; None in evaluation mode."""
+    key: DropoutKey
+    """Of its random numbers."""
     trains: bool
     """Whether a backward will follow."""
 
