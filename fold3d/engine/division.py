@@ -273,11 +273,11 @@ class Division:
         """Returns two neighbours together, and each of them, as they run to be compared."""
         middle, samples = one.end - one.first, other.end - one.first
 
-        def run(mine: Inputs, part: tuple[int, int, int] | None) -> MicroBatch:
+        def run(mine: Inputs, part: tuple[int, int, int]) -> MicroBatch:
             return MicroBatch(mine, loss_run(function, self._model, mine), whole.key, part=part, trains=False)
 
         return [
-            run(part_of(whole.inputs, one.first, other.end, one.samples), None),
+            run(part_of(whole.inputs, one.first, other.end, one.samples), (0, samples, samples)),
             run(one.inputs, (0, middle, samples)),
             run(other.inputs, (middle, samples, samples)),
         ]

@@ -22,7 +22,7 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues, may_write_unseen
 from fold3d.stage.whole_model import WholeModel
 from fold3d.tensor_parallel.kept_exchanges import KeptRun
-from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom
+from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom, Together
 from fold3d.tensor_parallel.vocabulary import gathered
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class PartDraws:
 
     def __init__(self, model: nn.Module) -> None:
         self._chances = Chances(model)
+        self._together: dict[int, Together] = {}
         self._nothing: dict[int, tuple[Any, ...]] = {}  # chances with which a chunk drew nothing
 
     @contextlib.contextmanager
@@ -109,9 +110,12 @@ class PartDraws:
         if alone:
             micro_batch.draws_alone.add((self, chunk))
         has_drawn()
-        mode = PerSampleRandom(*micro_batch.part)
+        mode = PerSampleRandom(*micro_batch.part, self._together.get(chunk))
         with contextlib.nullcontext() if alone else mode:
             yield
+        first, end, samples = micro_batch.part
+        if not alone and end - first == samples:  # as where it is compared with its parts
+            self._together[chunk] = Together(mode.sizes, samples)
         if not has_drawn() and not mode.used:
             self._nothing[chunk] = chances
         elif alone and self._nothing.pop(chunk, None) is not None:

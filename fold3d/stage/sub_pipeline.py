@@ -26,7 +26,7 @@ from fold3d.stage.split_model import SplitModel
 from fold3d.stage.users_state import SharedValues, names_one_of, users_code
 from fold3d.tensor_parallel.group import TensorParallelGroup
 from fold3d.tensor_parallel.operators import ways
-from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom, RedrawError
+from fold3d.tensor_parallel.random_draws import BEGINS_TO_DRAW, Chances, PerSampleRandom, RedrawError, Together
 from fold3d.trace.arguments import Form, by_name, form_of
 from fold3d.trace.batches import IGNORED, follows, part_of, samples_of
 from fold3d.trace.wrappers import is_users as is_users_hook
@@ -244,6 +244,7 @@ class SubPipeline:
         self._chances = Chances(model)
         self._draws: dict[Form, tuple[tuple[Any, ...], bool]] = {}
         """By form: with these chances, whether anything was drawn."""
+        self._together: dict[Form, Together] = {}
         self._generators = seeding.generators_of(device_of(model))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
         self._gradients = GradientsOfParts(model)
@@ -287,7 +288,7 @@ class SubPipeline:
         """Returns what is behind the blocks, joined; None where the micro-batch stays whole."""
         is_new = found.form not in self._joined
         is_due = (not again and self._comparisons.note(found.form, found.whole)) or is_new
-        expected = self._run_whole(micro_batch, received) if is_due else None
+        expected = self._run_whole(micro_batch, found, received) if is_due else None
         if self.reason:
             return None
         try:
@@ -298,7 +299,7 @@ class SubPipeline:
             self._keep_whole(str(error))
             return None
         if expected is None and not are_alike:
-            expected = self._run_whole(micro_batch, received)
+            expected = self._run_whole(micro_batch, found, received)
         if expected is not None and not self._compare(found.form, expected, results):
             return None
         return [
@@ -314,13 +315,16 @@ class SubPipeline:
         chances = tuple(module.p for module in self._dropouts)
         return None if len(parts) < 2 else _Parts((*form_of(arguments), chances), parts, arguments)
 
-    def _run_whole(self, micro_batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
+    def _run_whole(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> list[Tensor]:
         """Leaves no traces."""
         assert self._split is not None
         drawn, values = library_rng_state(), ModelValues(self._model)
         shared: list[str] = []
-        with torch.no_grad(), SharedValues(self._model).put_back(shared), self._comparisons.forwards():
+        samples = found.parts[0].samples
+        drawing, shares = PerSampleRandom(0, samples, samples), SharedValues(self._model).put_back(shared)
+        with torch.no_grad(), shares, self._comparisons.forwards(), drawing:
             whole = self._split.body(self._index, micro_batch.loss, list(received), micro_batch.key)
+        self._together[found.form] = Together(drawing.sizes, samples)
         if not same_library_rng_state(drawn, library_rng_state()):
             set_library_rng_state(drawn)
             self._keep_whole("its forward draws from Python's or numpy's generator")
@@ -346,7 +350,8 @@ class SubPipeline:
             micro_batch.draws_alone.add(self)
         split.take_drawn()
         inputs = list(zip(*(divide(tensor, parts) for tensor in received), strict=True)) or [()] * len(parts)
-        modes = [PerSampleRandom(part.first, part.end, part.samples) for part in parts]
+        together = self._together.get(found.form)
+        modes = [PerSampleRandom(part.first, part.end, part.samples, together) for part in parts]
 
         taken: list[list[frozenset[int]]] = [[] for _ in parts]
 
@@ -368,7 +373,7 @@ class SubPipeline:
 
     def _holds_of_other_weights(self, micro_batch: MicroBatch, found: _Parts, received: Sequence[Tensor]) -> bool:
         with torch.no_grad(), uniform_weights_filled(self._model):
-            expected = self._run_whole(micro_batch, received)
+            expected = self._run_whole(micro_batch, found, received)
             if self.reason or not all(bool(one.isfinite().all()) for one in expected if one.is_floating_point()):
                 return not self.reason  # of numbers that are none nothing is learned
             return self._compare(found.form, expected, self._run_parts(micro_batch, found, received, again=False)[0])

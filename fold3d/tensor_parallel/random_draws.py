@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -437,21 +438,45 @@ class RowsRandom(PartialDraws):
         return whole.narrow(self._dim, first, end - first)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What a forward of several samples has drawn."""
+
+    sizes: Sequence[Size]
+    samples: int
+
+    def is_shared(self, size: Size, number: int, mine: int) -> bool:
+        """Returns whether draw `number`, of this size where there are `mine` samples, was as large with all of them."""
+        return mine != self.samples and number < len(self.sizes) and self.sizes[number] == size
+
+
 class PerSampleRandom(PartialDraws):
     """While it is entered, random functions draw for all samples and take those of [first, end).
 
-    Tensors whose dimension 0 is a multiple of the samples' number follow the samples, which is the caller's to check.
+    What is drawn follows the samples if it did where more of them were together; where nobody has looked, if its
+    dimension 0 is a multiple of their number, which is the caller's to check.
     """
 
-    def __init__(self, first: int, end: int, samples: int) -> None:
+    def __init__(self, first: int, end: int, samples: int, together: Together | None = None) -> None:
+        """Args:
+        together: what was drawn where more samples were together.
+        """
         super().__init__()
-        self._first, self._end, self._samples = first, end, samples
+        self._first, self._end, self._samples, self._together = first, end, samples, together
         self.used = False
         """Whether anything was drawn."""
+        self.sizes: list[Size] = []
+        """Of everything that was drawn, or could have been."""
+
+    def whole(self, size: Size, *, draws: bool = True) -> Size | None:
+        self.sizes.append(size)
+        return super().whole(size, draws=draws)
 
     def whole_of(self, size: Size, number: int) -> Size | None:
         mine = self._end - self._first
         if not size or size[0] % mine:
+            return None
+        if self._together is not None and self._together.is_shared(size, number, mine):
             return None
         return (size[0] // mine * self._samples, *size[1:])
 

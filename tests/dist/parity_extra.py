@@ -132,6 +132,85 @@ def changing_chances(case: Case, name: str) -> list[float]:
     return losses
 
 
+class Noisy(models.PlainModel):
+    """Draws noise in front of its blocks and reads it behind them, in evaluations, too."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Returns how far from the noise it ends."""
+        x = self.embedding(input_ids)
+        noise = torch.randn_like(x)
+        x = x + noise
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(self.norm(x), noise)
+
+
+def noisy_evaluations(case: Case) -> list[float]:
+    """Returns the losses of an evaluation in front of a step, and of two behind it."""
+    with jobs.precision(case):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = Noisy(layers=case.layers).double()
+            model.layers = nn.ModuleList(AnnealedBlock(16, 0.0) for _ in range(case.layers)).double()
+        engine = jobs.engine_of(case, model)
+        torch.manual_seed(engine.topology.rank)  # generators of processes need not be alike
+        rows = jobs.on(engine.device, jobs.micro_batches_of(case.alone(), jobs.global_batch(case, 0), 0)[0])
+        losses = [engine.evaluate(rows).item()]
+        engine.step(jobs.batch_of(engine, case, 0))
+        losses += [engine.evaluate(rows).item() for _ in range(2)]
+        engine.close()
+    return losses
+
+
+def training_parts(case: Case) -> float:
+    """Returns a loss of a model in evaluation mode but for its dropouts."""
+    with jobs.precision(case):
+        model = jobs.build(case).eval()
+        for module in model.modules():
+            module.train(isinstance(module, nn.Dropout) and not list(module.children()))
+        engine = jobs.engine_of(case, model)
+        rows = jobs.on(engine.device, jobs.micro_batches_of(case.alone(), jobs.global_batch(case, 0), 0)[0])
+        loss: float = engine.forward(rows, lambda model, batch: model(**batch).loss).item()
+        engine.close()
+    return loss
+
+
+class DrawingBlock(models.PlainBlock):
+    """One that mixes no positions and draws in the way `kind`."""
+
+    kind = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [batch, length, hidden]."""
+        out = self.down(torch.tanh(self.up(self.norm(x))))
+        if not self.training:
+            return x + out
+        if self.kind == "alpha":
+            return x + nn.functional.alpha_dropout(out, 0.1, training=True)
+        if self.kind == "method":
+            return x + out * torch.full_like(out, 0.5).bernoulli()
+        return x + out * x.new_empty([1, 1, 1]).bernoulli_(0.5)  # for all samples the same
+
+
+def drawing(case: Case, kind: str) -> list[float] | str:
+    """Returns the losses of three steps, or why there are none."""
+    with jobs.precision(case):
+        model = jobs.build(case)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = [DrawingBlock(16, 0.0) for _ in range(case.layers)]
+        for layer in layers:
+            layer.kind = kind
+        model.layers = nn.ModuleList(layers).double()
+        engine = jobs.engine_of(case, model)
+        try:
+            return [engine.step(jobs.batch_of(engine, case, step)).loss.item() for step in range(3)]
+        except fold3d.RankError as error:
+            return str(error)
+        finally:
+            engine.close()
+
+
 class AnnealedBlock(models.PlainBlock):
     """One that mixes no positions and drops out by itself: by an attribute, or by what nobody sees."""
 

@@ -122,3 +122,48 @@ def test_chances_that_change(ranks: RankPool, layout: dict[str, Any], family: st
     (expected,) = ranks.run(parity_extra.changing_chances, 1, case, name)
     for found in ranks.run(parity_extra.changing_chances, 2, replace(case, tp=2, **layout), name, timeout=150.0):
         assert found == pytest.approx(expected, abs=1e-11)
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(segments=2, m=2, schedule="aiao", family="plain", tied=False),
+        Case(pp=2, m=2, family="plain", tied=False, recompute=True),
+        Case(tp=2, m=2, family="plain", tied=False),
+    ],
+    ids=lambda case: case.name,
+)
+def test_evaluations_that_draw(ranks: RankPool, case: Case) -> None:
+    """In front of the blocks and behind them it is the same noise, on all processes."""
+    (expected,) = ranks.run(parity_extra.noisy_evaluations, 1, Case(m=2, family="plain", tied=False))
+    assert len({round(loss, 9) for loss in expected}) == 3
+    for found in ranks.run(parity_extra.noisy_evaluations, case.ranks, case, timeout=150.0):
+        assert found == pytest.approx(expected, abs=1e-11)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropouts_that_train_in_blocks_that_do_not(ranks: RankPool, sequence: bool) -> None:
+    case = Case(m=2, family="bert", tied=False, dropout=0.1)
+    (expected,) = ranks.run(parity_extra.training_parts, 1, case)
+    assert abs(expected - ranks.run(parity_extra.training_parts, 1, replace(case, dropout=0.0))[0]) > 1e-4
+    for found in ranks.run(parity_extra.training_parts, 2, replace(case, tp=2, sequence_parallel=sequence)):
+        assert found == pytest.approx(expected, abs=1e-11)
+
+
+@pytest.mark.gate(cases=2)
+@pytest.mark.parametrize(
+    ("kind", "case", "refused"),
+    [
+        ("method", Case(tp=2, m=2, tp_overlap="none", sequence_parallel=True), ""),
+        ("alpha", Case(tp=2, m=2, tp_overlap="none", sequence_parallel=True), "by alpha_dropout"),
+        ("shared", Case(m=2, micro_batch_size=1), ""),
+        ("shared", Case(tp=2, m=2, tp_overlap="sub", sequence_parallel=False), ""),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else value,
+)
+def test_draws_of_other_kinds(ranks: RankPool, kind: str, case: Case, refused: str) -> None:
+    plain = Case(m=2, family="plain", tied=False)
+    (expected,) = ranks.run(parity_extra.drawing, 1, plain, kind)
+    for found in ranks.run(parity_extra.drawing, case.ranks, replace(case, family="plain", tied=False), kind):
+        assert refused in found if refused else found == pytest.approx(expected, abs=1e-11)

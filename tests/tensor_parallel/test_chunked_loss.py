@@ -206,3 +206,57 @@ def test_the_planner_counts_it() -> None:
     logits = 4 * 4096 * 64
     assert whole.saved >= logits > 2 * chunked.saved
     assert whole.backward > 2 * logits and chunked.backward < whole.backward / 2
+
+
+class OwnLoss(torch.autograd.Function):
+    """The mean of squares, below autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (logits,) = ctx.saved_tensors
+        return gradient * 2 * logits / logits.numel()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits: OwnLoss.apply(logits),
+        lambda logits: torch.vmap(lambda row: row.square().mean())(logits).mean(),
+        lambda logits: torch.utils.checkpoint.checkpoint(lambda x: x.square().mean(), logits, use_reentrant=True),
+    ],
+    ids=["Function", "vmap", "checkpoint"],
+)
+def test_gradients_are_never_lost(loss: Callable[[Tensor], Tensor]) -> None:
+    model, given = build(), batch()
+    install_chunked_loss(Coat(), model, CHUNK)
+    found = loss(model(**given).logits)
+    with pytest.raises(ConfigError, match="where nobody sees it"):
+        found.backward()
+
+
+def watched(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        seen = logits.logsumexp(-1).mean()
+    return logits.logsumexp(-1).square().mean() + 0 * seen
+
+
+def hooked(logits: Tensor) -> Tensor:
+    logits.register_hook(lambda gradient: gradient * 0.5)
+    return functional.cross_entropy(logits.flatten(0, 1), batch()["labels"].flatten())
+
+
+@pytest.mark.parametrize("loss", [watched, hooked])
+def test_what_is_looked_at_first_and_hooks(loss: Callable[[Tensor], Tensor]) -> None:
+    model, given = build(), batch()
+    loss(model(**given).logits).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    install_chunked_loss(Coat(), model, CHUNK)
+    loss(model(**given).logits).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-9, msg=name)

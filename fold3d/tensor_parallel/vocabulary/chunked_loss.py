@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ class DeferredLogits(Tensor):
     anything else all logits are computed, once, with their gradient.
     """
 
+    defers = True
     hidden: Tensor
     head: Head
     _whole: Tensor | None
+    _in_graph: bool
+    """Whether somebody has asked for the logits' place in the graph, or hooked it: then all is computed of that one."""
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Head, dtype: torch.dtype) -> DeferredLogits:
@@ -68,7 +72,9 @@ class DeferredLogits(Tensor):
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], head.size), dtype=dtype, device=hidden.device, requires_grad=True
         )
-        made.hidden, made.head, made._whole = hidden, head, None
+        made.hidden, made.head, made._whole, made._in_graph = hidden, head, None, False
+        with torch._C.DisableTorchFunctionSubclass():
+            made.register_hook(partial(_refuse_gradient, head.tokens))  # type: ignore[no-untyped-call]
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -79,10 +85,12 @@ class DeferredLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         call = Call(func, args, kwargs or {})
-        rule = _RULES.get(call.name)
-        if rule is not None and args and isinstance(args[0], DeferredLogits):
+        rule, first = _RULES.get(call.name), args[0] if args else None
+        if call.name in _OF_THE_GRAPH and isinstance(first, DeferredLogits):
+            return func(first.in_graph(call.name), *args[1:], **call.kwargs)
+        if rule is not None and isinstance(first, DeferredLogits) and not first._in_graph:
             try:
-                return rule(args[0], call)
+                return rule(first, call)
             except NeedsWhole:
                 pass
         elif looks_at_no_element(call):
@@ -100,15 +108,32 @@ class DeferredLogits(Tensor):
 
     def whole(self, operation: str) -> Tensor:
         """Returns the logits, computed now if they are not yet."""
-        if self._whole is None:
+        if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
             self.head.say_whole(operation)
             with torch._C.DisableTorchFunctionSubclass():
                 dtype = self.dtype
             self._whole = self.head.compute(self.hidden).to(dtype)
         return self._whole
 
+    def in_graph(self, operation: str) -> Tensor:
+        """Returns the logits of all tokens, of which everything is computed from then on."""
+        self._in_graph = True
+        return self.whole(operation)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({', '.join(map(str, self.hidden.shape[:-1]))}, {self.head.size})"
+
+
+_OF_THE_GRAPH = frozenset({"register_hook", "retain_grad", "backward", "grad_fn", "is_leaf", "grad", "output_nr"})
+
+
+def _refuse_gradient(tokens: int, _gradient: Tensor) -> None:
+    """A gradient came to what stands for logits, behind which there is nothing."""
+    raise ConfigError(
+        f"chunked_loss={tokens}: the loss function computes with the logits where nobody sees it (by a "
+        "torch.autograd.Function of its own, torch.jit.script, torch.vmap, torch.func or a reentrant checkpoint), so "
+        "their gradient would be lost. Remove chunked_loss, or compute with torch's functions"
+    )
 
 
 def _convert(logits: DeferredLogits, call: Call) -> Any:

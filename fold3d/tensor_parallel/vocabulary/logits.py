@@ -39,6 +39,8 @@ class VocabularyParallelLogits(ColumnParallel):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(getattr(kind, "defers", False) for kind in types):
+            return NotImplemented  # `DeferredLogits` puts others in its place
         call = Call(func, args, kwargs or {})
         rule = _RULES.get(func)
         if rule is not None:
