@@ -33,6 +33,8 @@ from fold3d.trace.wrappers import is_users as is_users_hook
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _OF_16_BITS = 1e-3
+_WIDER = 4.0
+"""By what factor samples of a micro-batch differ more than those that were compared, to be compared, too."""
 _RARE = 16
 """From which micro-batch on of one form those are compared again whose number is a power of two."""
 
@@ -173,13 +175,15 @@ class _Parts:
 
 
 class Comparisons:
-    """When what was found of parts of a micro-batch is looked at again: it may hang on sizes (room for so many tokens)
-    weights (what is rare at first) and attributes (a factor that a callback sets), and none is the same for long."""
+    """When what was found of parts of a micro-batch is looked at again: it may hang on sizes (room for so many tokens),
+    on what samples have in common at first (all of one length), weights (what is rare at first), hooks, and attributes
+    (a factor that a callback sets), and none is the same for long."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._settings = Settings(model, ())
-        self._values = self._settings.now()
+        self._model, self._settings = model, Settings(model, ())
+        self._values, self._hooks = self._settings.now(), _hooks_of(model)
         self._largest: dict[Form, int] = {}
+        self._spreads: dict[Form, dict[str, float]] = {}
         self._counts: Counter[Form] = Counter()
 
     @contextlib.contextmanager
@@ -191,16 +195,50 @@ class Comparisons:
 
     def note(self, form: Form, arguments: Mapping[str, Any]) -> bool:
         """A micro-batch has come; returns whether to compare with it: with the first of its form, with any of more
-        elements than all before, behind changes of attributes, and ever more rarely with others."""
+        elements than all before, or whose samples differ more, behind changes of attributes and hooks, and ever more
+        rarely with others."""
         then, self._values = self._values, self._settings.now()
-        if self._settings.left(then) != self._settings.left(self._values):
+        hooked, self._hooks = self._hooks, _hooks_of(self._model)
+        changed = self._settings.left(then) != self._settings.left(self._values)
+        if changed:
             self._settings.count(then, self._values)
+        if changed or hooked != self._hooks:
             self._largest.clear()
         size = sum(leaf.numel() for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, Tensor))
         self._counts[form] += 1
         count, before = self._counts[form], self._largest.get(form, -1)
         self._largest[form] = max(size, before)
-        return size > before or (count >= _RARE and not count & (count - 1))
+        # Those of a device would have to be waited for.
+        spread = _spreads(arguments, most_often=count < _RARE)
+        known = self._spreads.setdefault(form, spread)
+        wider = [name for name, value in spread.items() if value > _WIDER * known.get(name, 0.0)]
+        known.update({name: spread[name] for name in wider})
+        return size > before or bool(wider) or (count >= _RARE and not count & (count - 1))
+
+
+def _hooks_of(model: nn.Module) -> int:
+    """Returns what is another number where a module of the model has other hooks around its forward."""
+    return sum(sum(one._forward_hooks) + sum(one._forward_pre_hooks) for one in model.modules())
+
+
+def _spreads(arguments: Mapping[str, Any], *, most_often: bool) -> dict[str, float]:
+    """Returns by name how much the samples of an argument differ, in the sums and in the largest of their elements.
+
+    Args:
+        most_often: also of those on a device.
+    """
+    found: dict[str, float] = {}
+    samples = samples_of(arguments)
+    if samples is None:
+        return found
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or value.is_complex() or not follows(value, samples):
+            continue
+        if value.device.type == "cpu" or most_often:
+            each = value.detach().reshape(samples, -1).double()
+            if each.shape[1]:
+                found[name] = max(float(of.max() - of.min()) for of in (each.sum(1), each.amax(1)))
+    return found
 
 
 class SubPipeline:

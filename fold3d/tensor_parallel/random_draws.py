@@ -413,7 +413,8 @@ class RowsRandom(PartialDraws):
         folded = (samples * rows, *self._shape[2:])  # samples and their sequences in one dimension
         if self._dim == 1 and (size == folded or (any_width and size[:-1] == folded[:-1])):
             return (samples * self._length, *size[1:])
-        if math.prod(size) > samples and (rows in size or rows * samples in size):
+        per_sample = size[:1] == (samples,) and math.prod(size) == samples
+        if rows > 1 and not per_sample and (rows in size or rows * samples in size):
             raise Fold3dError(
                 f"sequence_parallel: random numbers of the size {tuple(size)} are drawn on {rows} of {self._length} "
                 f"rows of the sequence, for {samples} samples, and it is not known which of the whole sequence's. Set "
@@ -531,8 +532,9 @@ class ShardDraws:
             if not torch.equal(generator.get_state(), begun) and self._block not in _warned:
                 _warned.add(self._block)
                 logger.warning(
-                    "tp: each rank draws random numbers of its own for its share of a %s, because it could not be "
-                    "found out which part of the whole block's they are. Its dropout is as strong, but its masks are "
+                    "tp: each rank draws random numbers of its own for its share of a %s, because it is not known "
+                    "which part of the whole block's they are, or that there are any. Its dropout is as strong, but "
+                    "its masks are "
                     "not those of tp=1.",
                     self._block,
                 )

@@ -116,6 +116,41 @@ def test_attributes_that_change_are_compared_anew() -> None:
     engine.close()
 
 
+class Longest(nn.Module):
+    """Divides by the largest element of all samples, [samples, WIDTH]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.detach().abs().amax()
+
+
+def test_samples_that_differ_more_are_compared_anew() -> None:
+    """As rows of a batch that all have one length, and later not."""
+    torch.manual_seed(0)
+    model = made()
+    model.layers.insert(0, Longest())
+    engine = Engine(
+        model, ParallelConfig(micro_batch_size=2, loss_reduction="mean", blocks="layers.1", segments=1), optimizer=SGD
+    )
+    batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64)}
+    for _ in range(3):
+        engine.step(batch)
+    with pytest.raises(Fold3dError, match="the loss of two parts together is"):
+        engine.step({"x": batch["x"] * torch.arange(1.0, 5.0, dtype=torch.float64)[:, None]})
+    engine.close()
+
+
+def test_hooks_that_come_are_compared_anew() -> None:
+    model = made()
+    engine = Engine(model, ParallelConfig(micro_batch_size=2, loss_reduction="mean", blocks="layers"), optimizer=SGD)
+    batch = {"x": torch.randn(4, WIDTH, dtype=torch.float64)}
+    for _ in range(3):
+        engine.step(batch)
+    model.norm.register_forward_hook(lambda module, args, output: output - output.mean(0))
+    with pytest.raises(Fold3dError, match="the loss of two parts together is"):
+        engine.step(batch)
+    engine.close()
+
+
 class Crowded(nn.Module):
     """Of all its samples and tokens, [samples, tokens, WIDTH], the first `room` count."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fold3d.errors import Fold3dError
 from fold3d.sharding.shard import Slices
 from fold3d.splitting import plan_sharding
-from fold3d.tensor_parallel.random_draws import ShardRandom
+from fold3d.tensor_parallel.random_draws import RowsRandom, ShardRandom
 from fold3d.trace import trace
 from fold3d.trace.capture import trace_call
 from tests.splitting.models import VOCABULARY
@@ -145,3 +145,12 @@ def test_a_rank_takes_its_units(times: int) -> None:
             alike = torch.rand(1)
         expected = whole.view(2, times, 4, 5)[:, :, units].reshape(2, times * 2, 5)
         assert torch.equal(mine, expected) and torch.equal(alike, after)
+
+
+def test_rows_of_which_nobody_knows_whose_they_are_are_refused() -> None:
+    """Also where there are no more of them than samples."""
+    mode = RowsRandom(torch.Size([8, 4, 16]), 1, 8, 2, 0, lambda: False)
+    with mode, pytest.raises(Fold3dError, match="it is not known which of the whole sequence's"):
+        torch.rand(4)
+    with mode:
+        assert torch.rand(8, 1, 1).shape == (8, 1, 1), "a number for each sample"
