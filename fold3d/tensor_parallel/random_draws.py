@@ -64,7 +64,10 @@ class Chances:
 
 
 def _of_chances(module: nn.Module) -> list[str]:
-    names = ["training", *(name for name, value in vars(module).items() if type(value) is float)]
+    names = ["training"]
+    names += [
+        name for name, value in vars(module).items() if type(value) is float or (type(value) is int and not value)
+    ]
     if isinstance(module, nn.modules.dropout._DropoutNd) and "p" not in names:
         names.append("p")
     return names
@@ -534,8 +537,7 @@ class ShardDraws:
                 logger.warning(
                     "tp: each rank draws random numbers of its own for its share of a %s, because it is not known "
                     "which part of the whole block's they are, or that there are any. Its dropout is as strong, but "
-                    "its masks are "
-                    "not those of tp=1.",
+                    "its masks are not those of tp=1.",
                     self._block,
                 )
         for generator, state in self._saved:
