@@ -474,6 +474,10 @@ class PerSampleRandom(PartialDraws):
 
     def whole(self, size: Size, *, draws: bool = True) -> Size | None:
         self.sizes.append(size)
+        if self._end - self._first == self._samples:  # all of them, which draw as they are
+            self.number += 1
+            self.used = self.has_drawn = self.used or draws
+            return None
         return super().whole(size, draws=draws)
 
     def whole_of(self, size: Size, number: int) -> Size | None:
