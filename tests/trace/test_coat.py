@@ -32,6 +32,7 @@ ON_COPIES = {"trace", "profile", "splitting", "sharding"}
 ELSEWHERE = {
     "data_parallel/optimizer/hooks.py": "an optimizer",
     "data_parallel/one_replica.py": "an optimizer",
+    "tensor_parallel/vocabulary/chunked_loss.py": "a tensor that stands for logits",
     "trainer/evaluation.py": "an object that stands for an encoder",
 }
 
