@@ -231,13 +231,14 @@ def _spreads(arguments: Mapping[str, Any], *, most_often: bool) -> dict[str, flo
     samples = samples_of(arguments)
     if samples is None:
         return found
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) or value.is_complex() or not follows(value, samples):
-            continue
-        if value.device.type == "cpu" or most_often:
-            each = value.detach().reshape(samples, -1).double()
-            if each.shape[1]:
-                found[name] = max(float(of.max() - of.min()) for of in (each.sum(1), each.amax(1)))
+    with torch._C.DisableTorchFunctionSubclass():  # a number that knows whether it is used is not
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor) or not follows(value, samples) or value.dtype.is_complex:
+                continue
+            if value.device.type == "cpu" or most_often:
+                each = value.detach().reshape(samples, -1).double()
+                if each.shape[1]:
+                    found[name] = max(float(of.max() - of.min()) for of in (each.sum(1), each.amax(1)))
     return found
 
 
