@@ -527,7 +527,7 @@ class ShardDraws:
             return
         generators = seeding.generators_of(device)
         self._saved = [(generator, generator.get_state()) for generator in generators]
-        with torch._C.DisableTorchFunction():  # no draw of the block's
+        with torch._C.DisableTorchFunction(), of_fold3d():  # no draw of the block's, nor an operator
             seed = int(torch.randint(1 << 62, (1,), device="cpu"))  # as if it were not drawn, once the region has ended
         reseed(generators, seed_inside(seed, seeding.constant_of(f"shard {self._rank} of region {region}")))
         if self._block and self._block not in _warned:
