@@ -22,6 +22,7 @@ from fold3d.trace import trace
 from fold3d.trace.coat import Coat
 from tests.helpers import models
 from tests.helpers.ranks import RankPool
+from tests.tensor_parallel.vocabulary.test_logits import Squares
 
 VOCABULARY, WIDTH, CHUNK = 96, 16, 5
 
@@ -208,24 +209,10 @@ def test_the_planner_counts_it() -> None:
     assert whole.backward > 2 * logits and chunked.backward < whole.backward / 2
 
 
-class OwnLoss(torch.autograd.Function):
-    """The mean of squares, below autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.square().mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        (logits,) = ctx.saved_tensors
-        return gradient * 2 * logits / logits.numel()
-
-
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda logits: OwnLoss.apply(logits),
+        lambda logits: Squares.apply(logits),
         lambda logits: torch.vmap(lambda row: row.square().mean())(logits).mean(),
         lambda logits: torch.utils.checkpoint.checkpoint(lambda x: x.square().mean(), logits, use_reentrant=True),
     ],
